@@ -1,0 +1,197 @@
+"""What a pool (kv-tier) is asked, and answers. Request-reply on `halfmoon.kvtier.<node>.<verb>`.
+
+A refusal is a `wire.Error`. Bulk bytes never travel in these messages: they name slots of the arena, which callers on
+the same host map, and other nodes read through a transport.
+"""
+
+from halfmoon.schemas.chunks import ChunkMeta, ChunkOutcome
+from halfmoon.schemas.ids import ChunkKey, LeaseId, NodeId, RequestId, WorkerId
+from halfmoon.schemas.wire import Error, Message
+
+
+class NodeInfo(Message, frozen=True, tag="kvtier.node.v1"):
+    """How to reach a pool's memory. The answer to `Describe`; stable within an epoch."""
+
+    node: NodeId
+    epoch: int
+    host: str
+    """Nodes with the same host label can map each other's arena; others use the network."""
+    arena_path: str
+    slot_bytes: int
+    """Distance between slots: a multiple of the page size."""
+    num_slots: int
+    tcp_address: str | None = None
+    """`host:port` of the tcp transport's server."""
+
+
+class SlotRef(Message, frozen=True):
+    """A place in one node's arena, at one time of its life: bytes `[slot * slot_bytes, … + num_bytes)`."""
+
+    slot: int
+    generation: int
+    """Rises each time the slot is freed, so that a late reader notices."""
+    num_bytes: int
+    checksum: bytes = b""
+    """Of the payload; empty while it is being written."""
+
+
+class ChunkSource(Message, frozen=True):
+    """A node that is believed to hold a chunk."""
+
+    node: NodeId
+    epoch: int
+
+
+class WantedChunk(Message, frozen=True):
+    key: ChunkKey
+    index: int
+    num_tokens: int
+    num_bytes: int
+    sources: tuple[ChunkSource, ...] = ()
+    """Where to pull it from, best first, where this node doesn't have it. Empty: local or nothing."""
+
+
+class Describe(Message, frozen=True, tag="kvtier.describe.v1"):
+    pass
+
+
+class Acquire(Message, frozen=True, tag="kvtier.acquire.v1"):
+    """Lease these chunks for reading; pull from elsewhere what isn't here."""
+
+    request_id: RequestId
+    holder: WorkerId
+    chunks: tuple[WantedChunk, ...]
+    lease_s: float
+    keep: bool = True
+    """Whether what is pulled stays in this pool afterwards, and is announced; otherwise it is freed with the lease."""
+
+
+class AcquiredChunk(Message, frozen=True):
+    """What became of one wanted chunk."""
+
+    key: ChunkKey
+    index: int
+    outcome: ChunkOutcome
+    slot: SlotRef | None = None
+    """Leased to the caller on a hit, else None."""
+    meta: ChunkMeta | None = None
+    source: NodeId | None = None
+    transport: str | None = None
+    num_bytes_moved: int = 0
+    started_ns: int = 0
+    """Unix time at which the pull was asked for; 0 where nothing moved."""
+    transfer_started_ns: int = 0
+    finished_ns: int = 0
+    detail: str = ""
+    """For misses: why, for a person."""
+
+
+class Acquired(Message, frozen=True, tag="kvtier.acquired.v1"):
+    lease_id: LeaseId
+    expires_ns: int
+    chunks: tuple[AcquiredChunk, ...]
+    """In the order asked."""
+
+
+class NewChunk(Message, frozen=True):
+    """A chunk that is about to be written."""
+
+    key: ChunkKey
+    index: int
+    num_tokens: int
+    num_bytes: int
+    parent: ChunkKey | None = None
+    register: bool = True
+    """False for a partial chunk: handed over, then freed with the lease; never announced."""
+
+
+class Reserve(Message, frozen=True, tag="kvtier.reserve.v1"):
+    """Lease empty slots for writing."""
+
+    request_id: RequestId
+    holder: WorkerId
+    chunks: tuple[NewChunk, ...]
+    lease_s: float
+
+
+class ReservedChunk(Message, frozen=True):
+    key: ChunkKey
+    index: int
+    slot: SlotRef | None
+    """None where the pool had no room: chunks are served in order, so all after it have none either."""
+
+
+class Reserved(Message, frozen=True, tag="kvtier.reserved.v1"):
+    lease_id: LeaseId
+    expires_ns: int
+    chunks: tuple[ReservedChunk, ...]
+
+
+class WrittenChunk(Message, frozen=True):
+    """A reserved slot that now holds its payload."""
+
+    slot: int
+    generation: int
+    meta: ChunkMeta
+    register: bool = True
+
+
+class Commit(Message, frozen=True, tag="kvtier.commit.v1"):
+    """Make written chunks readable. They stay leased to the writer until it releases."""
+
+    lease_id: LeaseId
+    chunks: tuple[WrittenChunk, ...]
+
+
+class Committed(Message, frozen=True, tag="kvtier.committed.v1"):
+    num_registered: int
+    """Fewer than were committed where another writer was first with the same key, or it isn't to be registered."""
+
+
+class Release(Message, frozen=True, tag="kvtier.release.v1"):
+    """Give leases back, whole. Unknown ones are ignored: they have expired."""
+
+    lease_ids: tuple[LeaseId, ...]
+
+
+class Renew(Message, frozen=True, tag="kvtier.renew.v1"):
+    lease_ids: tuple[LeaseId, ...]
+    lease_s: float
+
+
+class Renewed(Message, frozen=True, tag="kvtier.renewed.v1"):
+    expired: tuple[LeaseId, ...] = ()
+    """Those that no longer exist: what they held may be gone."""
+
+
+class Done(Message, frozen=True, tag="kvtier.done.v1"):
+    pass
+
+
+class Stats(Message, frozen=True, tag="kvtier.stats.v1"):
+    pass
+
+
+class PoolStats(Message, frozen=True, tag="kvtier.pool.v1"):
+    """Slots by state: `free + staged + ready + leased = total`, always."""
+
+    total: int
+    free: int
+    staged: int
+    ready: int
+    leased: int
+    num_leases: int
+    num_chunks: int
+    """Registered chunks, readable by key."""
+    hits_local: int = 0
+    hits_remote: int = 0
+    misses: int = 0
+    evictions: int = 0
+    bytes_pulled: int = 0
+    bytes_served: int = 0
+
+
+KvTierRequest = Describe | Acquire | Reserve | Commit | Release | Renew | Stats
+"""The inbox of a kv-tier."""
+
+KvTierReply = NodeInfo | Acquired | Reserved | Committed | Renewed | Done | PoolStats | Error

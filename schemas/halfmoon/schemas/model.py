@@ -1,0 +1,23 @@
+"""What a worker says about the model that it serves."""
+
+from halfmoon.schemas.ids import ModelName
+from halfmoon.schemas.wire import Message
+
+
+class ModelCard(Message, frozen=True):
+    """Everything that decides whether two workers can share KV, and what a request may ask of them."""
+
+    name: ModelName
+    engine: str
+    """`torch`, `vllm` or `sim`. A simulated worker says so here, and wherever it shows."""
+    fingerprint: str
+    """Hex sha256 over config and weights."""
+    kv_dtype: str
+    """Element type of the payload: `float32`, `bfloat16`, `float16`."""
+    layout: str
+    """Name of the payload's layout; `lktHd.v1` is the canonical `[layer][k, v][token][kv head][head dim]`."""
+    kv_bytes_per_token: int
+    chunk_tokens: int
+    max_model_tokens: int
+    """Prompt and completion together."""
+    vocab_size: int

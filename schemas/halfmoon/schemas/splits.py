@@ -1,0 +1,130 @@
+"""`request.split`: the two halves that a conductor sends, and what the workers say to each other and back.
+
+conductor ── PrefillHalf ──▶ prefill ── KvReady… ──▶ decode ── Tokens…, Finished ──▶ client
+    └─────── DecodeHalf ───────────────────────────▶ decode ── TransferDone ──▶ prefill
+prefill, decode ── HalfEnded ──▶ conductor
+"""
+
+from enum import StrEnum
+
+from halfmoon.schemas.chunks import ChunkOutcome
+from halfmoon.schemas.ids import ChunkKey, ModelName, RequestId, TenantId, TransferId, WorkerId
+from halfmoon.schemas.kv_tier import ChunkSource
+from halfmoon.schemas.requests import Encoding, RequestCancel, Sampling
+from halfmoon.schemas.wire import Error, Message
+
+
+class Role(StrEnum):
+    PREFILL = "prefill"
+    DECODE = "decode"
+    COLOCATED = "colocated"
+    """Both halves on one worker: for comparison, and for rolling back."""
+
+
+class PrefillHalf(Message, frozen=True, tag="split.prefill.v1"):
+    """Make the KV of a prompt readable on this worker's node, and tell the decode worker chunk by chunk."""
+
+    request_id: RequestId
+    transfer_id: TransferId
+    conductor: WorkerId
+    model: ModelName
+    tenant: TenantId
+    root: bytes
+    """Root of the chunk keys: the namespace of model, dtype, layout and tenant, hashed. See `halfmoon.chunks`."""
+    tokens: tuple[int, ...]
+    reuse: tuple[tuple[ChunkSource, ...], ...]
+    """For chunk 0, 1, …: the nodes that hold it, best first. Its length is the number of chunks to reuse."""
+    decode_worker: WorkerId
+    attempt: int = 1
+
+
+class DecodeHalf(Message, frozen=True, tag="split.decode.v1"):
+    """Generate, once the KV is there; or without it, once it is certain that it won't come."""
+
+    request_id: RequestId
+    transfer_id: TransferId
+    conductor: WorkerId
+    model: ModelName
+    tenant: TenantId
+    root: bytes
+    tokens: tuple[int, ...]
+    sampling: Sampling
+    seed: int
+    reply: str
+    """Subject for token events."""
+    encoding: Encoding = Encoding.MSGPACK
+    prefill_worker: WorkerId | None = None
+    """None: nothing to wait for; compute the prompt here."""
+    known: tuple[int, ...] = ()
+    """Completion tokens that the client may have already, where another worker had begun."""
+    cached_tokens: int = 0
+    attempt: int = 1
+
+
+class HalfAccepted(Message, frozen=True, tag="half.accepted.v1"):
+    """The immediate answer to a half; a refusal is a `wire.Error` with code `busy` and the reason."""
+
+    request_id: RequestId
+
+
+class ReadyChunk(Message, frozen=True):
+    """One chunk that can now be pulled from the prefill worker's node."""
+
+    key: ChunkKey
+    index: int
+    num_tokens: int
+    num_bytes: int
+    outcome: ChunkOutcome
+    """How prefill came by it: `hit_local`, `hit_remote` or `computed`."""
+
+
+class KvReady(Message, frozen=True, tag="kv.ready.v1"):
+    """These chunks of a transfer are readable. Sent as each is finished, while later ones are still computed."""
+
+    request_id: RequestId
+    transfer_id: TransferId
+    source: ChunkSource
+    chunks: tuple[ReadyChunk, ...]
+    num_chunks: int
+    """Of the whole transfer, the partial one included."""
+    cached_tokens: int
+    """Prompt tokens that prefill found in the pool."""
+
+
+class KvFailed(Message, frozen=True, tag="kv.failed.v1"):
+    """No more chunks will come for this transfer; decode computes the rest itself."""
+
+    request_id: RequestId
+    transfer_id: TransferId
+    error: Error
+
+
+class TransferDone(Message, frozen=True, tag="transfer.done.v1"):
+    """Decode has what it needs (or gave up): prefill may let go of its leases."""
+
+    request_id: RequestId
+    transfer_id: TransferId
+
+
+class HalfEnded(Message, frozen=True, tag="half.ended.v1"):
+    """A half has reached its end. Decode's is sent after the client's terminal message."""
+
+    request_id: RequestId
+    transfer_id: TransferId
+    worker: WorkerId
+    role: Role
+    error: Error | None = None
+    num_reused_tokens: int = 0
+    num_computed_tokens: int = 0
+    num_generated_tokens: int = 0
+    duration_s: float = 0.0
+
+
+PrefillInbox = PrefillHalf | TransferDone | RequestCancel
+"""What a prefill worker hears on its split subject (and cancels)."""
+
+DecodeInbox = DecodeHalf | RequestCancel
+"""What a decode worker hears on its split subject (and cancels)."""
+
+KvInbox = KvReady | KvFailed
+"""What a decode worker hears on its `kv.ready` subject."""

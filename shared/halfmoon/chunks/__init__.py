@@ -1,0 +1,1 @@
+"""Chunk keys, checksums, and how a prompt is cut into chunks. Pure."""

@@ -1,0 +1,1 @@
+"""Bulk KV between hosts: one protocol, several ways. Pull only: the reader owns its memory."""
