@@ -12,7 +12,7 @@ def _default_data_dir() -> Path:
 
 
 class CommonConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Each field is an environment variable `HALFMOON_<FIELD>`, or `HALFMOON_<SERVICE>_<FIELD>` for one service only."""
+    """Each field is the variable `HALFMOON_<FIELD>`, or `HALFMOON_<SERVICE>_<FIELD>` for one service only."""
 
     nats_url: Annotated[str, Meta(description="NATS server, with JetStream.")] = "nats://127.0.0.1:4222"
     nats_user: Annotated[str | None, Meta(description="User name for NATS.")] = None
@@ -21,6 +21,14 @@ class CommonConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     nats_connect_timeout_s: Annotated[
         float, Meta(description="How long to try to reach NATS at start before giving up.", gt=0)
     ] = 10.0
+    worker_id: Annotated[
+        str | None, Meta(description="Name of this process in the cluster. None: service, host name and process id.")
+    ] = None
+    model: Annotated[Path | None, Meta(description="Model: a Hugging Face folder, or a GGUF file.")] = None
+    model_name: Annotated[str | None, Meta(description="Name that users ask for. None: the folder's name.")] = None
+    chunk_tokens: Annotated[
+        int, Meta(description="Tokens per chunk of KV: one value for the whole deployment.", ge=1, le=4096)
+    ] = 256
     data_dir: Annotated[
         Path, Meta(description="Where local files go: models, traces, and the embedded servers' data.")
     ] = msgspec.field(default_factory=_default_data_dir)

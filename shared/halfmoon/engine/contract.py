@@ -9,8 +9,8 @@ Lifecycle, and what each side promises:
 2. `open(spec)` claims KV blocks for a whole sequence (`max_tokens` of it). It is synchronous and all-or-nothing:
    `EngineFull` leaves nothing behind. The sequence id may be used again only after `close`.
 3. `load(...)` copies cached chunks in, in any order. The caller keeps each payload valid until `load` has returned.
-4. `prefill(...)` computes the KV of positions `[start, stop)` in bounded steps and writes each finished chunk to its sink
-   before yielding it. The caller keeps the sinks valid until the iterator has ended or `close` has returned.
+4. `prefill(...)` computes the KV of positions `[start, stop)` in bounded steps and writes each finished chunk to its
+   sink before yielding it. The caller keeps the sinks valid until the iterator has ended or `close` has returned.
 5. `decode(...)` computes what is still missing of the prompt (always at least its last token), then samples.
 6. `close(seq_id)` aborts whatever runs for the sequence, and returns only when no thread of the engine can touch its
    payloads, sinks or blocks any more. Idempotent, prompt (one step at most), safe in any state and from `finally`.
@@ -118,7 +118,7 @@ class DecodeSpec:
 
     sampling: Sampling
     seed: int
-    """Always set here: the conductor draws one where the user gave none, so that a continuation elsewhere is the same."""
+    """Always set: the conductor draws one where the user gave none, so that a continuation elsewhere is the same."""
     num_known: int = 0
     """Completion tokens that are already part of `SequenceSpec.tokens`: the next one sampled has this position."""
     stop_tokens: frozenset[int] = field(default_factory=frozenset)

@@ -1,7 +1,7 @@
 """The `Transport` protocol: read a batch of slices of a peer's arena into one's own.
 
-Pull only. The reader names slots that it holds a lease on, and where their bytes go; the peer, dead or alive, can't write
-into the reader's memory on its own. Outcomes are per slice: one slot that has gone stale doesn't fail the batch.
+Pull only. The reader names slots that it holds a lease on, and where their bytes go; the peer, dead or alive, can't
+write into the reader's memory on its own. Outcomes are per slice: one slot that has gone stale doesn't fail the batch.
 """
 
 from collections.abc import Sequence
@@ -33,8 +33,8 @@ class SliceRead:
     offset: int
     """Within the slot, in bytes."""
     destination: memoryview
-    """Writable; its length is the number of bytes to read. Page-aligned memory is fastest. The caller keeps it valid, and
-    to itself, until `read` has returned or its cancellation has been delivered."""
+    """Writable; its length is the number of bytes to read. Page-aligned memory is fastest. The caller keeps it valid,
+    and to itself, until `read` has returned or its cancellation has been delivered."""
 
 
 @dataclass(frozen=True, slots=True)
