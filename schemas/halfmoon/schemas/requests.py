@@ -72,7 +72,7 @@ class RequestSubmitted(Message, frozen=True, tag="request.submitted.v1"):
     encoding: Encoding | None = None
     """For the token events; as the request was written, where absent."""
     tenant: TenantId = TenantId("default")
-    """Whose cache to use. The gateway takes it from the API key; for direct publishers NATS permissions are the boundary."""
+    """Whose cache to use. The gateway takes it from the API key; direct publishers are bounded by NATS permissions."""
     priority: int = 0
     deadline_ns: int | None = None
     """Unix nanoseconds; the header `halfmoon-deadline` where absent."""
@@ -130,7 +130,7 @@ class Tokens(Message, frozen=True, tag="tokens.v1"):
     seq: int
     tokens: tuple[int, ...]
     text: str
-    """What these tokens add to the text. May lag behind them: a character, or a possible stop string, is held back whole."""
+    """What these tokens add to the text. May lag behind: a character, or a possible stop string, is held back whole."""
     logprobs: tuple[TokenLogprob, ...] | None = None
 
 
