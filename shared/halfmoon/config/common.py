@@ -32,6 +32,9 @@ class CommonConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     data_dir: Annotated[
         Path, Meta(description="Where local files go: models, traces, and the embedded servers' data.")
     ] = msgspec.field(default_factory=_default_data_dir)
+    drain_timeout_s: Annotated[
+        float, Meta(description="At a stop: how long running work may take to finish before it is cut off.", ge=0)
+    ] = 30.0
     log_level: Annotated[str, Meta(description="`debug`, `info`, `warning` or `error`.")] = "info"
     log_format: Annotated[str, Meta(description="`json`, or `console` for people.")] = "json"
     otlp_endpoint: Annotated[
