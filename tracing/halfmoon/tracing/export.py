@@ -43,16 +43,11 @@ def resolve_endpoint(configured: str | None, environ: Mapping[str, str] | None =
     return urlunsplit((url.scheme, url.netloc, path, url.query, ""))
 
 
-class _Mute(logging.Filter):
-    def filter(self, record: logging.LogRecord) -> bool:
-        return False
-
-
 class OtlpExporter(SpanExporter):
     """Posts batches to `endpoint`; retries for `timeout_s` at most, then counts them as lost.
 
     Says once that the collector can't be reached, and once that it can be again; the library's own line per failed
-    attempt is muted while this object lives. Called only by a `Pipeline`'s thread.
+    attempt is muted. Called only by a `Pipeline`'s thread.
     """
 
     def __init__(self, endpoint: str, timeout_s: float = 5.0) -> None:
@@ -60,8 +55,7 @@ class OtlpExporter(SpanExporter):
         self._exporter = otlp.OTLPSpanExporter(endpoint=endpoint, timeout=timeout_s)
         self._failing = False
         self._closed = False
-        self._mute = _Mute()
-        logging.getLogger(otlp.__name__).addFilter(self._mute)
+        logging.getLogger(otlp.__name__).setLevel(logging.CRITICAL)
 
     def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
         result = self._exporter.export(spans)
@@ -87,4 +81,3 @@ class OtlpExporter(SpanExporter):
             return
         self._closed = True
         self._exporter.shutdown()  # type: ignore[no-untyped-call]
-        logging.getLogger(otlp.__name__).removeFilter(self._mute)

@@ -6,7 +6,7 @@ from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.trace import format_span_id, format_trace_id
 from opentelemetry.util import types as otel_types
 
-from halfmoon.tracing.attributes import REQUEST_ID, Scalar
+from halfmoon.tracing.attributes import NODE, REQUEST_ID, WORKER, Scalar
 
 Value = Scalar | tuple[Scalar, ...]
 
@@ -34,6 +34,9 @@ class SpanRecord:
     span_id: str
     parent_span_id: str | None = None
     service: str = ""
+    node: str = ""
+    worker: str = ""
+    """Service, node and worker are the recording process's; empty where it did not say."""
     name: str
     kind: str = "internal"
     start_ns: int
@@ -63,11 +66,14 @@ def record_of(span: ReadableSpan) -> SpanRecord:
     context = span.context
     if context is None or span.start_time is None or span.end_time is None:
         raise ValueError(f"span {span.name!r} has no context, start or end; export it after it has ended")
+    resource = span.resource.attributes
     return SpanRecord(
         trace_id=format_trace_id(context.trace_id),
         span_id=format_span_id(context.span_id),
         parent_span_id=format_span_id(span.parent.span_id) if span.parent is not None else None,
-        service=str(span.resource.attributes.get(_SERVICE_NAME, "")),
+        service=str(resource.get(_SERVICE_NAME, "")),
+        node=str(resource.get(NODE, "")),
+        worker=str(resource.get(WORKER, "")),
         name=span.name,
         kind=span.kind.name.lower(),
         start_ns=span.start_time,
