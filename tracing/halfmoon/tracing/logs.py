@@ -50,6 +50,8 @@ def configure_logs(
     Replaces what was configured before. Raises `ValueError` for an unknown level or format.
     """
     out = sys.stderr if stream is None else stream
+    if log_format not in list(LogFormat):
+        raise ValueError(f"log format {log_format!r} is unknown; use {', '.join(LogFormat)}")
     chosen = LogFormat(log_format)
     threshold = logging.getLevelNamesMapping().get(level.upper())
     if threshold is None:
