@@ -1,0 +1,219 @@
+"""The table of slots: state, generation, what each holds, and the index from key to slot. Pure; times are passed in."""
+
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+from halfmoon.kv_tier.state import SLOT_TABLE, SlotEvent, SlotState
+from halfmoon.machine import Machine
+from halfmoon.schemas.chunks import ChunkMeta
+from halfmoon.schemas.ids import ChunkKey
+
+
+def _free_machine() -> Machine[SlotState, SlotEvent]:
+    return Machine(SLOT_TABLE, SlotState.FREE)
+
+
+@dataclass(slots=True)
+class Slot:
+    """One slot. Only `SlotTable` changes it."""
+
+    number: int
+    generation: int = 1
+    """Rises by one each time the slot is freed."""
+    machine: Machine[SlotState, SlotEvent] = field(default_factory=_free_machine)
+    key: ChunkKey | None = None
+    """Set from reserve to free."""
+    num_bytes: int = 0
+    meta: ChunkMeta | None = None
+    """Set from commit to free."""
+    registered: bool = False
+    """Announced, and kept when its last lease goes."""
+    num_leases: int = 0
+    hits: int = 0
+    last_access_ns: int = 0
+    traceparent: str | None = None
+    """Trace context of the commit, so that a later eviction can link back to it."""
+
+    @property
+    def state(self) -> SlotState:
+        return self.machine.state
+
+    @property
+    def readable(self) -> bool:
+        return self.state in (SlotState.READY, SlotState.LEASED)
+
+
+@dataclass(frozen=True, slots=True)
+class SlotCounts:
+    """`free + staged + ready + leased = total`, always."""
+
+    total: int
+    free: int
+    staged: int
+    ready: int
+    leased: int
+
+
+class SlotTable:
+    """All slots of an arena.
+
+    The index holds one slot per key. A registered copy displaces an unregistered one (a working copy that somebody
+    pulled) and is displaced by nothing; a slot that isn't in the index lives until its leases go.
+    """
+
+    def __init__(self, num_slots: int, publish_generation: Callable[[int, int], None] | None = None) -> None:
+        """`publish_generation(slot, generation)` is told each slot's generation, now and whenever it rises."""
+        self._publish = publish_generation
+        self._slots = [Slot(number) for number in range(num_slots)]
+        self._free = deque(range(num_slots))
+        self._index: dict[ChunkKey, int] = {}
+        self._ready: dict[int, None] = {}
+        self._num_staged = 0
+        self._num_leased = 0
+        self._num_registered = 0
+        for slot in self._slots:
+            self._announce(slot)
+
+    def __len__(self) -> int:
+        return len(self._slots)
+
+    def __getitem__(self, number: int) -> Slot:
+        """The slot of this number. Raises IndexError."""
+        if number < 0:
+            raise IndexError(number)
+        return self._slots[number]
+
+    def find(self, key: ChunkKey) -> Slot | None:
+        """The readable slot that holds this chunk."""
+        number = self._index.get(key)
+        return None if number is None else self._slots[number]
+
+    def ready(self) -> Iterator[Slot]:
+        """Those that eviction may take, the longest unused first."""
+        return (self._slots[number] for number in self._ready)
+
+    def registered(self) -> Iterator[Slot]:
+        """The registered chunks."""
+        return (slot for number in self._index.values() if (slot := self._slots[number]).registered)
+
+    @property
+    def num_registered(self) -> int:
+        return self._num_registered
+
+    def counts(self) -> SlotCounts:
+        return SlotCounts(
+            total=len(self._slots),
+            free=len(self._free),
+            staged=self._num_staged,
+            ready=len(self._ready),
+            leased=self._num_leased,
+        )
+
+    def reserve(self, key: ChunkKey, num_bytes: int, now_ns: int) -> Slot | None:
+        """A free slot, staged for this chunk; None where there is none."""
+        if not self._free:
+            return None
+        slot = self._slots[self._free.popleft()]
+        slot.machine.fire(SlotEvent.RESERVE)
+        slot.key, slot.num_bytes, slot.last_access_ns = key, num_bytes, now_ns
+        slot.num_leases = 1
+        self._num_staged += 1
+        return slot
+
+    def commit(self, slot: Slot, meta: ChunkMeta, *, register: bool, now_ns: int) -> bool:
+        """Make a staged slot readable, leased to its writer. True when it is now the registered copy of its key."""
+        slot.machine.fire(SlotEvent.COMMIT)
+        slot.machine.fire(SlotEvent.LEASE)
+        self._num_staged -= 1
+        self._num_leased += 1
+        slot.meta, slot.num_bytes, slot.last_access_ns = meta, meta.num_bytes, now_ns
+        holder = self.find(meta.key)
+        if holder is None or (register and not holder.registered):
+            self._index[meta.key] = slot.number
+            slot.registered = register
+            self._num_registered += register
+        return slot.registered
+
+    def lease(self, slot: Slot, now_ns: int) -> None:
+        """One more reader."""
+        was_ready = slot.state is SlotState.READY
+        slot.machine.fire(SlotEvent.LEASE)
+        if was_ready:
+            del self._ready[slot.number]
+            self._num_leased += 1
+        slot.num_leases += 1
+        slot.hits += 1
+        slot.last_access_ns = now_ns
+
+    def release(self, slot: Slot, now_ns: int) -> None:
+        """One lease fewer. A staged slot, and an unregistered one with its last lease, becomes free."""
+        if slot.state is SlotState.STAGED:
+            slot.machine.fire(SlotEvent.ABANDON)
+            self._num_staged -= 1
+            self._reset(slot)
+            return
+        if slot.num_leases > 1:
+            slot.machine.fire(SlotEvent.RELEASE)
+            slot.num_leases -= 1
+            return
+        slot.machine.fire(SlotEvent.RELEASE_LAST)
+        slot.num_leases = 0
+        self._num_leased -= 1
+        if slot.registered:
+            slot.last_access_ns = now_ns
+            self._ready[slot.number] = None
+        else:
+            slot.machine.fire(SlotEvent.DISCARD)
+            self._reset(slot)
+
+    def evict(self, slot: Slot) -> ChunkMeta:
+        """Free a ready slot; return what it held. Raises `IllegalTransition` for any other."""
+        slot.machine.fire(SlotEvent.EVICT)
+        meta = slot.meta
+        assert meta is not None
+        del self._ready[slot.number]
+        self._reset(slot)
+        return meta
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError where the table contradicts itself."""
+        by_state = {state: [slot for slot in self._slots if slot.state is state] for state in SlotState}
+        counts = self.counts()
+        assert counts.free == len(by_state[SlotState.FREE]) == len(set(self._free)), counts
+        assert counts.staged == len(by_state[SlotState.STAGED]), counts
+        assert counts.ready == len(by_state[SlotState.READY]), counts
+        assert counts.leased == len(by_state[SlotState.LEASED]), counts
+        assert counts.free + counts.staged + counts.ready + counts.leased == counts.total, counts
+        assert set(self._free) == {slot.number for slot in by_state[SlotState.FREE]}
+        assert set(self._ready) == {slot.number for slot in by_state[SlotState.READY]}
+        for slot in by_state[SlotState.FREE]:
+            assert (slot.num_leases, slot.key, slot.meta, slot.registered) == (0, None, None, False), slot
+        for slot in by_state[SlotState.STAGED]:
+            assert (slot.num_leases, slot.meta, slot.registered) == (1, None, False), slot
+        for slot in by_state[SlotState.READY]:
+            assert (slot.num_leases, slot.registered) == (0, True), slot
+        for slot in by_state[SlotState.LEASED]:
+            assert slot.num_leases >= 1, slot
+        for key, number in self._index.items():
+            slot = self._slots[number]
+            assert slot.readable, slot
+            assert slot.meta is not None, slot
+            assert slot.key == slot.meta.key == key, slot
+        registered = [slot for slot in self._slots if slot.registered]
+        assert all(slot.key is not None and self._index.get(slot.key) == slot.number for slot in registered)
+        assert len(registered) == self._num_registered
+
+    def _reset(self, slot: Slot) -> None:
+        if slot.key is not None and self._index.get(slot.key) == slot.number:
+            del self._index[slot.key]
+        self._num_registered -= slot.registered
+        slot.key, slot.meta, slot.traceparent, slot.registered = None, None, None, False
+        slot.num_bytes = slot.num_leases = slot.hits = 0
+        slot.generation += 1
+        self._free.append(slot.number)
+        self._announce(slot)
+
+    def _announce(self, slot: Slot) -> None:
+        if self._publish is not None:
+            self._publish(slot.number, slot.generation)
