@@ -1,0 +1,1 @@
+"""The command line: `halfmoon up`, `run`, `trace`, `model`."""

@@ -1,0 +1,187 @@
+"""The `halfmoon` command."""
+
+import os
+import sys
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from halfmoon.config import CommonConfig, ConfigError, load_config
+
+app = typer.Typer(
+    name="halfmoon",
+    help="LLM serving with prefill and decode apart, and one KV cache for the whole cluster.",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+)
+model_app = typer.Typer(help="Get and inspect models.", no_args_is_help=True)
+app.add_typer(model_app, name="model")
+
+
+class EngineName(StrEnum):
+    torch = "torch"
+    sim = "sim"
+
+
+class TransportName(StrEnum):
+    auto = "auto"
+    tcp = "tcp"
+
+
+class ServiceName(StrEnum):
+    gateway = "gateway"
+    conductor = "conductor"
+    prefill = "prefill"
+    decode = "decode"
+    kv_tier = "kv-tier"
+    registry = "registry"
+
+
+DataDir = Annotated[
+    Path | None, typer.Option(help="Where data, logs and traces go.", show_default="~/.local/share/halfmoon")
+]
+
+
+@app.command()
+def up(
+    *,
+    prefill: Annotated[int, typer.Option(min=1, help="Prefill workers.")] = 1,
+    decode: Annotated[int, typer.Option(min=1, help="Decode workers (colocated ones with --colocated).")] = 1,
+    nodes: Annotated[int, typer.Option(min=1, help="KV pools: each is one host of a cluster, on this machine.")] = 2,
+    engine: Annotated[
+        EngineName, typer.Option(help="torch runs the model; sim only keeps its time.")
+    ] = EngineName.torch,
+    model: Annotated[
+        Path | None,
+        typer.Option(help="Hugging Face folder or GGUF file.", show_default="SmolLM2-135M-Instruct, fetched once"),
+    ] = None,
+    port: Annotated[int, typer.Option(min=1, max=65535, help="Port of the OpenAI-compatible gateway.")] = 8000,
+    data_dir: DataDir = None,
+    chunk_tokens: Annotated[int, typer.Option(min=1, max=4096, help="Tokens per chunk of KV.")] = 256,
+    arena_mib: Annotated[int, typer.Option(min=1, help="Shared memory per node for KV, in MiB.")] = 1024,
+    threads: Annotated[
+        int | None, typer.Option(min=1, help="Threads per engine.", show_default="cores / engines")
+    ] = None,
+    transport: Annotated[
+        TransportName, typer.Option(help="auto: shared memory between the nodes; tcp: as if they were apart.")
+    ] = TransportName.auto,
+    colocated: Annotated[bool, typer.Option("--colocated", help="Prefill and decode on the same worker.")] = False,
+    drain_timeout_s: Annotated[float, typer.Option(min=0, help="At a stop, how long requests may take to end.")] = 30.0,
+) -> None:
+    """Run the whole system on this machine: broker, metadata store, and every service as a process of its own.
+
+    Prints `ready` once a real generation has passed end to end. Ctrl-C drains and stops everything.
+
+    halfmoon up --prefill 2 --decode 1        two prefill workers share one decode worker
+
+    halfmoon up --engine sim                  no model is run: for trying out control alone
+
+    halfmoon up --model ~/models/Qwen3-0.6B   any model that the engine can page
+    """
+    from halfmoon.cli.models import resolve_model
+    from halfmoon.cli.up.command import run_up
+    from halfmoon.cli.up.plan import UpOptions
+
+    console = Console()
+    common = _common({} if data_dir is None else {"data_dir": data_dir})
+    folder, name = resolve_model(model, common, console, needs_weights=engine is not EngineName.sim)
+    options = UpOptions(
+        model=folder,
+        model_name=name,
+        data_dir=common.data_dir.absolute(),
+        port=port,
+        num_prefill=prefill,
+        num_decode=decode,
+        num_nodes=nodes,
+        engine=engine.value,
+        colocated=colocated,
+        chunk_tokens=chunk_tokens,
+        arena_bytes=arena_mib << 20,
+        threads=threads,
+        transport=transport.value,
+        num_cores=len(os.sched_getaffinity(0)),
+    )
+    raise typer.Exit(run_up(options, console, drain_timeout_s=drain_timeout_s))
+
+
+@app.command()
+def run(service: Annotated[ServiceName, typer.Argument(help="Which service.")]) -> None:
+    """Run one service in the foreground, against the NATS and etcd that its settings name.
+
+    Settings come from HALFMOON_… variables and the TOML file named by HALFMOON_CONFIG: `halfmoon settings SERVICE`
+    lists them. SIGTERM drains, then stops.
+
+    HALFMOON_NATS_URL=nats://10.0.0.5:4222 halfmoon run conductor
+    """
+    os.execv(sys.executable, [sys.executable, "-m", f"halfmoon.{service.name}"])
+
+
+@app.command()
+def settings(
+    service: Annotated[ServiceName | None, typer.Argument(help="Which service; all without it.")] = None,
+    markdown: Annotated[bool, typer.Option("--markdown", help="Print the reference page of the docs.")] = False,
+) -> None:
+    """List the settings of a service: variable, type, default, meaning."""
+    from halfmoon.cli.settings import markdown_page, print_tables
+
+    if markdown:
+        typer.echo(markdown_page(), nl=False)
+    else:
+        print_tables(Console(), None if service is None else service.name)
+
+
+@app.command()
+def messages() -> None:
+    """Print the messages and subjects as an AsyncAPI document (YAML), generated from the code."""
+    from halfmoon.cli.asyncapi import document
+
+    typer.echo(document(), nl=False)
+
+
+@app.command()
+def trace(
+    request_id: Annotated[
+        str | None, typer.Argument(help="As in the x-request-id header; without it, the latest.")
+    ] = None,
+    data_dir: DataDir = None,
+    width: Annotated[int | None, typer.Option(min=60, help="Columns.", show_default="the terminal's")] = None,
+) -> None:
+    """Show the waterfall of one request: queue, prefill, every chunk of KV and where it came from, decode, TTFT.
+
+    Reads the local store of this machine, which the services write as they work.
+    """
+    from halfmoon.cli.trace import print_trace
+
+    common = _common({} if data_dir is None else {"data_dir": data_dir})
+    raise typer.Exit(print_trace(Console(), common.data_dir / "traces.db", request_id, width))
+
+
+@model_app.command("fetch")
+def fetch(data_dir: DataDir = None) -> None:
+    """Get the default model, SmolLM2-135M-Instruct: 94 MB to download, 540 MB on disk. Done once."""
+    from halfmoon.cli.models import resolve_model
+
+    console = Console()
+    folder, _ = resolve_model(None, _common({} if data_dir is None else {"data_dir": data_dir}), console)
+    console.print(str(folder), markup=False, highlight=False)
+
+
+def _common(overrides: dict[str, object]) -> CommonConfig:
+    try:
+        return load_config(CommonConfig, "up", os.environ, overrides=overrides)
+    except ConfigError as error:
+        typer.echo(f"halfmoon: {error}", err=True)
+        raise typer.Exit(2) from None
+
+
+def main() -> None:
+    app()
+
+
+if __name__ == "__main__":
+    main()
