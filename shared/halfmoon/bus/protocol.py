@@ -191,8 +191,8 @@ class Bus(Protocol):
     def max_payload_bytes(self) -> int:
         """The largest message, headers included."""
 
-    def watch_connection(self, callback: Callable[[ConnectionState], None]) -> None:
-        """Call `callback` at each change of the connection's state, and at once with the present one."""
+    def watch_connection(self, callback: Callable[[ConnectionState], None]) -> Callable[[], None]:
+        """Call `callback` with the state, now and at each change, until the function that this returns is called."""
 
     def new_inbox(self) -> str:
         """A fresh subject that nobody else uses, for replies."""
@@ -207,9 +207,7 @@ class Bus(Protocol):
     ) -> BusMessage:
         """Send, and return the first answer. Raises `NoResponders`, `BusTimeout`, and what `publish` raises."""
 
-    async def respond(
-        self, message: BusMessage, data: bytes, *, headers: Mapping[str, str] | None = None
-    ) -> None:
+    async def respond(self, message: BusMessage, data: bytes, *, headers: Mapping[str, str] | None = None) -> None:
         """Answer a request; nothing happens where its sender waits for no answer."""
 
     async def subscribe(
