@@ -1,0 +1,124 @@
+"""The pool itself: the ledger over an arena, with eviction carried out and changes announced."""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from halfmoon.kv_tier import policy
+from halfmoon.kv_tier.events import Announcer
+from halfmoon.kv_tier.ledger import Ledger
+from halfmoon.kv_tier.slots import Slot
+from halfmoon.pool.arena import Arena
+from halfmoon.schemas.chunks import ChunkMeta, EvictReason
+from halfmoon.schemas.ids import ChunkKey, LeaseId
+from halfmoon.schemas.kv_tier import PoolStats, SlotRef, WrittenChunk
+from halfmoon.tracing import Context, Tracer, attributes, link_to, names
+
+
+@dataclass(slots=True)
+class Counters:
+    """Since the start."""
+
+    hits_local: int = 0
+    hits_remote: int = 0
+    misses: int = 0
+    evictions: int = 0
+    expired_leases: int = 0
+    bytes_pulled: int = 0
+
+
+class ChunkStore:
+    """Slots, leases and bytes of one node. Not thread-safe, but for `Ledger.refusal`."""
+
+    def __init__(
+        self, arena: Arena, announcer: Announcer, tracer: Tracer, clock_ns: Callable[[], int] = time.time_ns
+    ) -> None:
+        self.arena = arena
+        self.ledger = Ledger(arena.num_slots, arena.slot_bytes, arena.set_generation)
+        self.counters = Counters()
+        self.clock_ns = clock_ns
+        self._announcer = announcer
+        self._tracer = tracer
+
+    def reserve(self, lease_id: LeaseId, key: ChunkKey, num_bytes: int) -> Slot | None:
+        """A staged slot, evicting where none is free; None where everything is in use. Raises as `Ledger.reserve`."""
+        now_ns = self.clock_ns()
+        slot = self.ledger.reserve(lease_id, key, num_bytes, now_ns)
+        if slot is None and self._evict(1):
+            slot = self.ledger.reserve(lease_id, key, num_bytes, now_ns)
+        return slot
+
+    def commit(self, lease_id: LeaseId, chunks: Sequence[WrittenChunk], traceparent: str | None) -> int:
+        """Make chunks readable and announce them; return how many were registered. Raises as `Ledger.commit`."""
+        registered = self.ledger.commit(lease_id, chunks, self.clock_ns())
+        for chunk in chunks:
+            self.ledger.slots[chunk.slot].traceparent = traceparent
+        if registered:
+            self._announcer.registered(registered)
+        return len(registered)
+
+    def expire(self) -> int:
+        """Let go of expired leases; return how many there were."""
+        gone = len(self.ledger.expire(self.clock_ns()))
+        self.counters.expired_leases += gone
+        return gone
+
+    def reference(self, slot: Slot) -> SlotRef:
+        """A slot, as messages name it."""
+        return SlotRef(
+            slot=slot.number,
+            generation=slot.generation,
+            num_bytes=slot.num_bytes,
+            checksum=slot.meta.checksum if slot.meta is not None else b"",
+        )
+
+    def payload(self, slot: Slot) -> memoryview:
+        return self.arena.slot(slot.number, slot.num_bytes)
+
+    def stats(self, bytes_served: int) -> PoolStats:
+        counts = self.ledger.slots.counts()
+        return PoolStats(
+            total=counts.total,
+            free=counts.free,
+            staged=counts.staged,
+            ready=counts.ready,
+            leased=counts.leased,
+            num_leases=len(self.ledger.leases),
+            num_chunks=self.ledger.slots.num_registered,
+            hits_local=self.counters.hits_local,
+            hits_remote=self.counters.hits_remote,
+            misses=self.counters.misses,
+            evictions=self.counters.evictions,
+            bytes_pulled=self.counters.bytes_pulled,
+            bytes_served=bytes_served,
+        )
+
+    def _evict(self, num_slots: int) -> bool:
+        plan = policy.plan_eviction(self.ledger.slots.ready(), num_slots)
+        traceparents = [self.ledger.slots[number].traceparent for number in plan]
+        gone = self.ledger.evict(plan)
+        if gone:
+            self.counters.evictions += len(gone)
+            self._announcer.evicted([meta.key for meta in gone], EvictReason.CAPACITY)
+            for meta, traceparent in zip(gone, traceparents, strict=True):
+                self._trace_eviction(meta, traceparent)
+        return bool(gone)
+
+    def _trace_eviction(self, meta: ChunkMeta, traceparent: str | None) -> None:
+        now_ns = self.clock_ns()
+        facts = attributes.ChunkFacts(
+            request_id=meta.request_id,
+            key=meta.key,
+            index=meta.index,
+            tier=meta.tier,
+            num_bytes=meta.num_bytes,
+            num_tokens=meta.num_tokens,
+        )
+        self._tracer.record_span(
+            names.KVTIER_EVICT,
+            now_ns,
+            now_ns,
+            parent=Context(),
+            attributes=facts.attributes(),
+            links=link_to(traceparent),
+        )

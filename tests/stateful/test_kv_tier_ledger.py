@@ -1,0 +1,186 @@
+"""Slots and leases against a naive model: every lease is a set of chunk copies, every copy a plain object."""
+
+from dataclasses import dataclass, field
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, precondition, rule
+
+from halfmoon.kv_tier.ledger import LeaseGone, Ledger
+from halfmoon.kv_tier.policy import plan_eviction
+from halfmoon.schemas.chunks import ChunkMeta
+from halfmoon.schemas.ids import ChunkKey, LeaseId, RequestId, WorkerId
+from halfmoon.schemas.kv_tier import WrittenChunk
+
+NUM_SLOTS = 5
+SLOT_BYTES = 4096
+KEYS = [ChunkKey(bytes([number]) * 32) for number in range(6)]
+HOLDER, REQUEST = WorkerId("writer"), RequestId("req")
+
+
+def meta_of(key: ChunkKey, num_bytes: int = 100) -> ChunkMeta:
+    return ChunkMeta(
+        key=key, index=key[0], num_tokens=1, num_bytes=num_bytes, checksum=b"c" * 16, request_id=REQUEST, created_ns=1
+    )
+
+
+@dataclass(eq=False)
+class Copy:
+    """One chunk in one slot, as the model sees it."""
+
+    key: ChunkKey
+    slot: int
+    generation: int
+    written: bool = False
+    registered: bool = False
+
+
+@dataclass(eq=False)
+class ModelLease:
+    lease_id: LeaseId
+    expires_ns: int
+    copies: set[Copy] = field(default_factory=set)
+
+
+class LedgerMachine(RuleBasedStateMachine):
+    leases = Bundle("leases")
+
+    @initialize()
+    def start(self) -> None:
+        self.now_ns = 1_000
+        self.generations: dict[int, int] = {}
+        self.ledger = Ledger(NUM_SLOTS, SLOT_BYTES, self.generations.__setitem__)
+        self.copies: set[Copy] = set()
+        self.found: dict[ChunkKey, Copy] = {}
+        self.live: dict[LeaseId, ModelLease] = {}
+        self.num_opened = 0
+        self.highest: dict[int, int] = dict(self.generations)
+
+    def drop(self, gone: ModelLease) -> None:
+        del self.live[gone.lease_id]
+        for copy in gone.copies:
+            held = any(copy in lease.copies for lease in self.live.values())
+            if not held and not copy.registered:
+                self.forget(copy)
+
+    def forget(self, copy: Copy) -> None:
+        self.copies.remove(copy)
+        if self.found.get(copy.key) is copy:
+            del self.found[copy.key]
+
+    @rule(target=leases, lasts_ns=st.integers(1, 50))
+    def open(self, lasts_ns: int) -> ModelLease:
+        self.num_opened += 1
+        lease = ModelLease(LeaseId(f"lease-{self.num_opened}"), self.now_ns + lasts_ns)
+        self.ledger.open_lease(lease.lease_id, HOLDER, REQUEST, lease.expires_ns)
+        self.live[lease.lease_id] = lease
+        return lease
+
+    @rule(lease=leases, key=st.sampled_from(KEYS))
+    def acquire(self, lease: ModelLease, key: ChunkKey) -> None:
+        if lease.lease_id not in self.live:
+            try:
+                self.ledger.lease_cached(lease.lease_id, key, self.now_ns)
+            except LeaseGone:
+                return
+            raise AssertionError("a lease that is over was honoured")
+        slot = self.ledger.lease_cached(lease.lease_id, key, self.now_ns)
+        copy = self.found.get(key)
+        assert (slot is None) == (copy is None)
+        if slot is not None and copy is not None:
+            assert (slot.number, slot.generation) == (copy.slot, copy.generation)
+            lease.copies.add(copy)
+
+    @rule(lease=leases, key=st.sampled_from(KEYS))
+    def reserve(self, lease: ModelLease, key: ChunkKey) -> None:
+        if lease.lease_id not in self.live:
+            return
+        slot = self.ledger.reserve(lease.lease_id, key, 100, self.now_ns)
+        assert (slot is None) == (len(self.copies) == NUM_SLOTS)
+        if slot is not None:
+            assert slot.number not in {copy.slot for copy in self.copies}
+            copy = Copy(key, slot.number, slot.generation)
+            self.copies.add(copy)
+            lease.copies.add(copy)
+
+    @rule(lease=leases, register=st.booleans(), data=st.data())
+    def commit(self, lease: ModelLease, register: bool, data: st.DataObject) -> None:
+        if not lease.copies:
+            return
+        copy = data.draw(st.sampled_from(sorted(lease.copies, key=lambda copy: copy.slot)))
+        chunk = WrittenChunk(slot=copy.slot, generation=copy.generation, meta=meta_of(copy.key), register=register)
+        if lease.lease_id not in self.live:
+            try:
+                self.ledger.commit(lease.lease_id, [chunk], self.now_ns)
+            except LeaseGone:
+                return
+            raise AssertionError("a commit under a lease that is over was taken")
+        registered = self.ledger.commit(lease.lease_id, [chunk], self.now_ns)
+        if copy.written:
+            assert registered == []
+            return
+        copy.written = True
+        holder = self.found.get(copy.key)
+        if holder is None or (register and not holder.registered):
+            self.found[copy.key] = copy
+            copy.registered = register
+        assert [meta.key for meta in registered] == ([copy.key] if copy.registered else [])
+
+    @rule(lease=consumes(leases))
+    def release(self, lease: ModelLease) -> None:
+        assert self.ledger.release(lease.lease_id, self.now_ns) == (lease.lease_id in self.live)
+        if lease.lease_id in self.live:
+            self.drop(lease)
+
+    @rule(lease=leases, lasts_ns=st.integers(1, 100))
+    def renew(self, lease: ModelLease, lasts_ns: int) -> None:
+        expires_ns = self.now_ns + lasts_ns
+        assert self.ledger.renew(lease.lease_id, expires_ns, self.now_ns) == (lease.lease_id in self.live)
+        lease.expires_ns = expires_ns
+
+    @rule(passed_ns=st.integers(1, 60), sweep=st.booleans())
+    def time_passes(self, passed_ns: int, sweep: bool) -> None:
+        self.now_ns += passed_ns
+        gone = [lease for lease in self.live.values() if lease.expires_ns <= self.now_ns]
+        for lease in gone:
+            self.drop(lease)
+        if sweep:
+            assert {each.lease_id for each in self.ledger.expire(self.now_ns)} == {each.lease_id for each in gone}
+
+    @precondition(lambda self: self.copies)
+    @rule(num_slots=st.integers(1, 3))
+    def evict(self, num_slots: int) -> None:
+        self.ledger.expire(self.now_ns)
+        held = {copy for lease in self.live.values() for copy in lease.copies}
+        idle = {copy.slot: copy for copy in self.copies if copy.registered and copy not in held}
+        plan = plan_eviction(self.ledger.slots.ready(), num_slots)
+        assert len(plan) == min(num_slots, len(idle))
+        assert set(plan) <= set(idle)
+        assert [meta.key for meta in self.ledger.evict(plan)] == [idle[number].key for number in plan]
+        for number in plan:
+            self.forget(idle[number])
+
+    @rule(lease=leases, data=st.data())
+    def read(self, lease: ModelLease, data: st.DataObject) -> None:
+        if not lease.copies:
+            return
+        copy = data.draw(st.sampled_from(sorted(lease.copies, key=lambda copy: copy.slot)))
+        refusal = self.ledger.refusal(lease.lease_id, copy.slot, copy.generation, 100, self.now_ns)
+        assert (refusal is None) == (lease.lease_id in self.live and copy.written)
+        assert self.ledger.refusal(lease.lease_id, copy.slot, copy.generation, 101, self.now_ns) is not None
+
+    @invariant()
+    def agrees(self) -> None:
+        self.ledger.expire(self.now_ns)
+        self.ledger.check_integrity()
+        assert self.ledger.slots.counts().free == NUM_SLOTS - len(self.copies)
+        assert self.ledger.slots.counts().staged == sum(not copy.written for copy in self.copies)
+        assert {slot.key for slot in self.ledger.slots.registered()} == {
+            copy.key for copy in self.copies if copy.registered
+        }
+        assert all(self.generations[number] >= seen for number, seen in self.highest.items())
+        self.highest.update(self.generations)
+
+
+LedgerMachine.TestCase.settings = settings(max_examples=150, stateful_step_count=60, deadline=None)
+TestLedger = LedgerMachine.TestCase

@@ -1,0 +1,95 @@
+"""A peer whose arena is read over a transport: in this process, or in one of its own that can be killed or stopped.
+
+Run as a program: `pool_peer.py <directory> <secret or -> <port> <epoch>`; prints its NodeInfo as JSON, then lives until
+its input ends.
+"""
+
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import msgspec
+
+from halfmoon.pool.arena import Arena, arena_path
+from halfmoon.schemas.ids import LeaseId, NodeId
+from halfmoon.schemas.kv_tier import NodeInfo
+from halfmoon.transport.protocol import ReadOutcome
+from halfmoon.transport.tcp_server import TcpServer
+
+NODE = NodeId("peer")
+HOST = "host-a"
+SLOT_BYTES = 1 << 20
+NUM_SLOTS = 8
+GENERATION = 7
+GOOD_LEASE = LeaseId("lease-good")
+
+
+def payload(slot: int, epoch: int = 1) -> bytes:
+    """What the peer holds in a slot: the same in every process."""
+    return random.Random(1000 * epoch + slot).randbytes(SLOT_BYTES)
+
+
+class Peer:
+    """An arena full of known bytes, served over tcp."""
+
+    def __init__(self, directory: Path, secret: str | None, *, port: int = 0, epoch: int = 1) -> None:
+        self.arena = Arena.create(arena_path(directory, NODE, epoch), SLOT_BYTES, NUM_SLOTS)
+        for slot in range(NUM_SLOTS):
+            self.arena.slot(slot)[:] = payload(slot, epoch)
+            self.arena.set_generation(slot, GENERATION)
+        self.server = TcpServer(self.arena, NODE, epoch, self.authorize, secret=secret, port=port)
+        self.server.start()
+        self.info = NodeInfo(
+            node=NODE,
+            epoch=epoch,
+            host=HOST,
+            arena_path=str(self.arena.path),
+            slot_bytes=SLOT_BYTES,
+            num_slots=NUM_SLOTS,
+            tcp_address=self.server.address,
+        )
+
+    def authorize(self, lease_id: LeaseId, slot: int, generation: int, end: int) -> tuple[ReadOutcome, str] | None:
+        if self.arena.generation(slot) != generation:
+            return ReadOutcome.STALE, f"slot {slot} is in another generation"
+        return None if lease_id == GOOD_LEASE else (ReadOutcome.REFUSED, f"no lease {lease_id}")
+
+    def close(self) -> None:
+        self.server.close()
+        self.arena.close()
+        self.arena.unlink()
+
+
+class PeerProcess:
+    """A peer in a process of its own."""
+
+    def __init__(self, directory: Path, secret: str | None, *, port: int = 0, epoch: int = 1) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, __file__, str(directory), secret or "-", str(port), str(epoch)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+        )
+        assert self.process.stdout is not None
+        self.info = msgspec.json.decode(self.process.stdout.readline(), type=NodeInfo)
+
+    def close(self) -> None:
+        self.process.kill()
+        self.process.wait(10)
+        for pipe in (self.process.stdin, self.process.stdout):
+            if pipe is not None:
+                pipe.close()
+        Path(self.info.arena_path).unlink(missing_ok=True)
+
+
+def main() -> None:
+    directory, secret, port, epoch = sys.argv[1:]
+    peer = Peer(Path(directory), None if secret == "-" else secret, port=int(port), epoch=int(epoch))
+    sys.stdout.buffer.write(msgspec.json.encode(peer.info) + b"\n")
+    sys.stdout.buffer.flush()
+    sys.stdin.read()
+    peer.close()
+
+
+if __name__ == "__main__":
+    main()
