@@ -36,6 +36,10 @@ class PrefillHalf(Message, frozen=True, tag="split.prefill.v1"):
     """For chunk 0, 1, …: the nodes that hold it, best first. Its length is the number of chunks to reuse."""
     decode_worker: WorkerId
     attempt: int = 1
+    priority: int = 0
+    """Higher goes first where halves wait for this worker."""
+    deadline_ns: int | None = None
+    """Of the request, in Unix nanoseconds. (The header `halfmoon-deadline` is that of the answer to this message.)"""
 
 
 class DecodeHalf(Message, frozen=True, tag="split.decode.v1"):
@@ -59,6 +63,11 @@ class DecodeHalf(Message, frozen=True, tag="split.decode.v1"):
     """Completion tokens that the client may have already, where another worker had begun."""
     cached_tokens: int = 0
     attempt: int = 1
+    """A half of a known transfer with a higher attempt names another prefill worker for it, and changes nothing else."""
+    priority: int = 0
+    """Higher goes first where halves wait for this worker."""
+    deadline_ns: int | None = None
+    """Of the request, in Unix nanoseconds. (The header `halfmoon-deadline` is that of the answer to this message.)"""
 
 
 class HalfAccepted(Message, frozen=True, tag="half.accepted.v1"):
@@ -89,6 +98,8 @@ class KvReady(Message, frozen=True, tag="kv.ready.v1"):
     """Of the whole transfer, the partial one included."""
     cached_tokens: int
     """Prompt tokens that prefill found in the pool."""
+    worker: WorkerId | None = None
+    """Who sends this, and is to be told `TransferDone`: another than the half named, after a new attempt."""
 
 
 class KvFailed(Message, frozen=True, tag="kv.failed.v1"):
@@ -97,6 +108,7 @@ class KvFailed(Message, frozen=True, tag="kv.failed.v1"):
     request_id: RequestId
     transfer_id: TransferId
     error: Error
+    worker: WorkerId | None = None
 
 
 class TransferDone(Message, frozen=True, tag="transfer.done.v1"):

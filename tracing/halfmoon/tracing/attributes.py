@@ -70,6 +70,8 @@ class ChunkOutcome(StrEnum):
     """Its lease ran out before it was read: it is computed again."""
     CORRUPT = "corrupt"
     """Its checksum did not match: it is computed again."""
+    MISS = "miss"
+    """It could not be had: it is computed again."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
