@@ -2,14 +2,10 @@
 
 import asyncio
 import random
-import ssl
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 from typing import Self
-from urllib.parse import urlsplit
 
 import structlog
 from nats import errors as nats_errors
@@ -30,6 +26,7 @@ from halfmoon.bus.errors import (
 )
 from halfmoon.bus.jetstream import JetStream
 from halfmoon.bus.micro import MicroService
+from halfmoon.bus.nats_settings import NatsSettings
 from halfmoon.bus.protocol import (
     DEFAULT_MAX_PENDING,
     DEFAULT_MAX_PENDING_BYTES,
@@ -45,6 +42,8 @@ from halfmoon.bus.protocol import (
 )
 from halfmoon.bus.pull import Consumption, Following
 
+__all__ = ["NatsBus", "NatsSettings"]
+
 _log = structlog.stdlib.get_logger(__name__)
 
 _CONNECT_ATTEMPT_S = 2
@@ -54,35 +53,6 @@ _FLUSH_TIMEOUT_S = 5.0
 _BUFFER_BYTES = 16 * 1024 * 1024
 """What may wait to be sent while the connection is down: two messages of the largest size."""
 _CLOSE_TIMEOUT_S = 5.0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NatsSettings:
-    """How to reach NATS. Secrets show neither in its repr nor in errors or logs."""
-
-    url: str = "nats://127.0.0.1:4222"
-    """One server, or several with commas between."""
-    name: str = "halfmoon"
-    """Shown by NATS monitoring."""
-    user: str | None = None
-    password: str | None = field(default=None, repr=False)
-    token: str | None = field(default=None, repr=False)
-    credentials: Path | None = None
-    """File with JWT and seed."""
-    tls: ssl.SSLContext | None = None
-    """None: the system's, where the server asks for TLS."""
-    connect_timeout_s: float = 10.0
-    reconnect_max_s: float = 2.0
-    """Longest pause between attempts to come back."""
-
-    @property
-    def urls(self) -> list[str]:
-        return [url.strip() for url in self.url.split(",") if url.strip()]
-
-    @property
-    def shown(self) -> str:
-        """The address, without what it may hold of user and password."""
-        return ", ".join(_without_secrets(url) for url in self.urls)
 
 
 class NatsBus:
@@ -405,12 +375,6 @@ class NatsBus:
 
 def _message(message: Msg) -> BusMessage:
     return BusMessage(message.subject, message.data, message.headers or {}, message.reply or None)
-
-
-def _without_secrets(url: str) -> str:
-    parts = urlsplit(url if "://" in url else f"nats://{url}")
-    host = parts.hostname or "?"
-    return f"{parts.scheme}://{host}:{parts.port or 4222}"
 
 
 @contextmanager

@@ -20,13 +20,13 @@ from halfmoon.bus.protocol import (
     DRAIN_TIMEOUT_S,
     BusMessage,
     ConnectionState,
-    Delivery,
     DeliveryHandler,
     FollowHandler,
     GapHandler,
     Settlement,
     Subscription,
 )
+from halfmoon.bus.work import WorkSet
 
 _log = structlog.stdlib.get_logger(__name__)
 
@@ -36,7 +36,6 @@ _SILENCE_S: Final = 3 * _HEARTBEAT_S
 """Without even a heartbeat for so long, the pull is lost, and perhaps its consumer."""
 _TICK_S: Final = 0.5
 _RETRY_S: Final = 0.25
-_NAK_AFTER_FAILURE_S: Final = 1.0
 _EPHEMERAL_LIFE_S: Final = 60.0
 _MAX_BUFFERED: Final = 256
 
@@ -220,85 +219,42 @@ class Consumption(Puller):
             "max_deliver": max_deliver,
             "filter_subject": filter_subject,
         }
-        self._handler = handler
-        self._ack_wait_s = ack_wait_s
-        self._max_outstanding = max_outstanding
-        self._held: dict[Delivery, float] = {}
-        """Unsettled deliveries, and when the broker will take each back."""
-        self._running: set[asyncio.Task[None]] = set()
-        self._failed = 0
+        self._work = WorkSet(
+            stream, handler, ack_wait_s=ack_wait_s, max_outstanding=max_outstanding, on_room=self._wake.set
+        )
 
     @property
     def pending(self) -> int:
-        return len(self._held)
+        return self._work.num_held
 
     @property
     def failed(self) -> int:
-        return self._failed
+        return self._work.failed
 
     async def _make_consumer(self) -> str:
         await self._jetstream.create_consumer(self._stream, self._config)
         return self._durable
 
     def _room(self) -> int:
-        now = asyncio.get_running_loop().time()
-        for delivery in [delivery for delivery, until in self._held.items() if until < now]:
-            del self._held[delivery]
-        return self._max_outstanding - len(self._held)
+        return self._work.room()
 
     async def _take(self, message: BusMessage, source: AckSubject) -> None:
         ack_subject = message.reply or ""
 
         async def settle(settlement: Settlement, delay_s: float) -> None:
-            if settlement is Settlement.IN_PROGRESS:
-                self._hold(delivery)
-            else:
-                self._held.pop(delivery, None)
-                self._wake.set()
             await self._bus.publish(ack_subject, _settlement_bytes(settlement, delay_s))
 
-        delivery = Delivery(
-            BusMessage(message.subject, message.data, message.headers),
-            stream_seq=source.stream_seq,
-            num_delivered=source.num_delivered,
-            settle=settle,
-        )
-        self._hold(delivery)
-        task = asyncio.create_task(self._handle(delivery), name=f"work {self._stream} {source.stream_seq}")
-        self._running.add(task)
-        task.add_done_callback(self._running.discard)
-
-    def _hold(self, delivery: Delivery) -> None:
-        self._held[delivery] = asyncio.get_running_loop().time() + self._ack_wait_s
-
-    async def _handle(self, delivery: Delivery) -> None:
-        try:
-            await self._handler(delivery)
-        except Exception:
-            self._failed += 1
-            _log.exception("a work handler failed", stream=self._stream, seq=delivery.stream_seq)
-            await self._give_back(delivery, _NAK_AFTER_FAILURE_S)
-
-    async def _give_back(self, delivery: Delivery, delay_s: float) -> None:
-        try:
-            await delivery.nak(delay_s)
-        except BusError as error:
-            # It comes again all the same, when ack_wait is over.
-            _log.debug("a delivery could not be given back", seq=delivery.stream_seq, error=str(error))
+        bare = BusMessage(message.subject, message.data, message.headers)
+        self._work.accept(bare, stream_seq=source.stream_seq, num_delivered=source.num_delivered, settle=settle)
 
     async def drain(self, timeout_s: float = DRAIN_TIMEOUT_S) -> None:
         await self._stop_pulling()
-        running = {task for task in self._running if task is not asyncio.current_task()}
-        if running:
-            await asyncio.wait(running, timeout=timeout_s)
-        await self.unsubscribe()
+        await self._work.join(timeout_s)
+        await self._work.stop()
 
     async def unsubscribe(self) -> None:
         await self._stop_pulling()
-        running = {task for task in self._running if task is not asyncio.current_task()}
-        for task in running:
-            task.cancel()
-        await asyncio.gather(*running, return_exceptions=True)
+        await self._work.stop()
 
 
 class Following(Puller):
