@@ -91,6 +91,8 @@ class Acquired(Message, frozen=True, tag="kvtier.acquired.v1"):
     expires_ns: int
     chunks: tuple[AcquiredChunk, ...]
     """In the order asked."""
+    epoch: int = 0
+    """Of the pool that answers: the arena to look into is this one's."""
 
 
 class NewChunk(Message, frozen=True):
@@ -125,6 +127,8 @@ class Reserved(Message, frozen=True, tag="kvtier.reserved.v1"):
     lease_id: LeaseId
     expires_ns: int
     chunks: tuple[ReservedChunk, ...]
+    epoch: int = 0
+    """Of the pool that answers: the arena to look into is this one's."""
 
 
 class WrittenChunk(Message, frozen=True):

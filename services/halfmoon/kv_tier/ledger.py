@@ -26,10 +26,14 @@ class Ledger:
     """What a kv-tier knows about its arena."""
 
     def __init__(
-        self, num_slots: int, slot_bytes: int, publish_generation: Callable[[int, int], None] | None = None
+        self,
+        num_slots: int,
+        slot_bytes: int,
+        publish_generation: Callable[[int, int], None] | None = None,
+        first_generation: int = 1,
     ) -> None:
         self.slot_bytes = slot_bytes
-        self.slots = SlotTable(num_slots, publish_generation)
+        self.slots = SlotTable(num_slots, publish_generation, first_generation)
         self.leases = LeaseBook()
 
     def open_lease(self, lease_id: LeaseId, holder: WorkerId, request_id: RequestId, expires_ns: int) -> Lease:

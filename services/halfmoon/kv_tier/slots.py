@@ -19,7 +19,7 @@ class Slot:
     """One slot. Only `SlotTable` changes it."""
 
     number: int
-    generation: int = 1
+    generation: int
     """Rises by one each time the slot is freed."""
     machine: Machine[SlotState, SlotEvent] = field(default_factory=_free_machine)
     key: ChunkKey | None = None
@@ -62,10 +62,18 @@ class SlotTable:
     pulled) and is displaced by nothing; a slot that isn't in the index lives until its leases go.
     """
 
-    def __init__(self, num_slots: int, publish_generation: Callable[[int, int], None] | None = None) -> None:
-        """`publish_generation(slot, generation)` is told each slot's generation, now and whenever it rises."""
+    def __init__(
+        self,
+        num_slots: int,
+        publish_generation: Callable[[int, int], None] | None = None,
+        first_generation: int = 1,
+    ) -> None:
+        """`publish_generation(slot, generation)` is told each slot's generation, now and whenever it rises.
+
+        A pool begins at its epoch, so that no generation of one life is ever met again in the next.
+        """
         self._publish = publish_generation
-        self._slots = [Slot(number) for number in range(num_slots)]
+        self._slots = [Slot(number, first_generation) for number in range(num_slots)]
         self._free = deque(range(num_slots))
         self._index: dict[ChunkKey, int] = {}
         self._ready: dict[int, None] = {}

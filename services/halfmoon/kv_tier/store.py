@@ -31,10 +31,15 @@ class ChunkStore:
     """Slots, leases and bytes of one node. Not thread-safe, but for `Ledger.refusal`."""
 
     def __init__(
-        self, arena: Arena, announcer: Announcer, tracer: Tracer, clock_ns: Callable[[], int] = time.time_ns
+        self,
+        arena: Arena,
+        epoch: int,
+        announcer: Announcer,
+        tracer: Tracer,
+        clock_ns: Callable[[], int] = time.time_ns,
     ) -> None:
         self.arena = arena
-        self.ledger = Ledger(arena.num_slots, arena.slot_bytes, arena.set_generation)
+        self.ledger = Ledger(arena.num_slots, arena.slot_bytes, arena.set_generation, first_generation=epoch)
         self.counters = Counters()
         self.clock_ns = clock_ns
         self._announcer = announcer

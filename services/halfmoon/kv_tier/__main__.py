@@ -1,0 +1,10 @@
+"""`python -m halfmoon.kv_tier`: the KV pool of one node."""
+
+import sys
+
+from halfmoon import lifecycle
+from halfmoon.kv_tier.config import KvTierConfig
+from halfmoon.kv_tier.service import KvTier
+
+if __name__ == "__main__":
+    sys.exit(lifecycle.run("kv_tier", KvTierConfig, KvTier))

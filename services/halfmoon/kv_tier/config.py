@@ -1,0 +1,52 @@
+"""Settings of a kv-tier."""
+
+import socket
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
+
+from halfmoon.config import CommonConfig
+from halfmoon.pool.arena import DEFAULT_SHM_DIR
+
+
+class KvTierConfig(CommonConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Each field is the variable `HALFMOON_KV_TIER_<FIELD>`."""
+
+    node: Annotated[str, Meta(description="Name of this node in the cluster: one kv-tier each.", min_length=1)] = (
+        msgspec.field(default_factory=socket.gethostname)
+    )
+    host: Annotated[
+        str,
+        Meta(
+            description="Label of the machine. Nodes with the same label read each other's shared memory.", min_length=1
+        ),
+    ] = msgspec.field(default_factory=socket.gethostname)
+    labels: Annotated[
+        dict[str, str], Meta(description="Topology of the node, such as `rack` and `zone`, for placement.")
+    ] = msgspec.field(default_factory=dict)
+    arena_bytes: Annotated[int, Meta(description="Memory for KV, in bytes.", ge=4096)] = 1 << 30
+    slot_bytes: Annotated[
+        Annotated[int, Meta(ge=1)] | None,
+        Meta(description="Bytes of one chunk at most, rounded up to pages. None: what the model's chunks need."),
+    ] = None
+    engine: Annotated[
+        str, Meta(description="Engine of this node's workers: it decides how many bytes a model's chunks need.")
+    ] = "torch"
+    shm_dir: Annotated[Path, Meta(description="Where the arena's file is made: a memory file system.")] = (
+        DEFAULT_SHM_DIR
+    )
+    bind_host: Annotated[
+        str, Meta(description="Address on which other machines read KV over tcp. Beyond loopback, set cluster_secret.")
+    ] = "127.0.0.1"
+    bind_port: Annotated[int, Meta(description="Port for that; 0 takes a free one.", ge=0, le=65535)] = 0
+    advertised_host: Annotated[
+        str | None, Meta(description="Host name or address that other nodes are told. None: bind_host.")
+    ] = None
+    max_lease_s: Annotated[float, Meta(description="Longest lease that is granted; longer ones are cut.", gt=0)] = 120.0
+    acquire_timeout_s: Annotated[
+        float, Meta(description="Longest time that an acquire may spend on pulling chunks.", gt=0)
+    ] = 30.0
+    max_transfers: Annotated[int, Meta(description="Batches of chunks that are pulled at once.", ge=1, le=64)] = 4
+    transfer_chunks: Annotated[int, Meta(description="Chunks per batch at most.", ge=1, le=1024)] = 8

@@ -1,0 +1,55 @@
+"""Other nodes' kv-tiers, over the bus."""
+
+import time
+
+from halfmoon.bus.endpoint import call
+from halfmoon.bus.protocol import Bus
+from halfmoon.schemas import subjects
+from halfmoon.schemas.ids import LeaseId, NodeId
+from halfmoon.schemas.kv_tier import Acquire, Acquired, ChunkSource, Describe, Done, NodeInfo, Release
+from halfmoon.tracing import Context, attached
+
+
+class BusPeers:
+    """Implements `pull.Peers`. A node is described once per epoch."""
+
+    def __init__(self, bus: Bus) -> None:
+        self._bus = bus
+        self._known: dict[NodeId, NodeInfo] = {}
+
+    async def describe(self, source: ChunkSource, deadline_ns: int) -> NodeInfo:
+        """How to reach the source's memory; its epoch may be another than the one that was asked about."""
+        known = self._known.get(source.node)
+        if known is None or known.epoch != source.epoch:
+            known = await call(
+                self._bus,
+                f"{subjects.kv_tier(source.node)}.describe",
+                Describe(),
+                NodeInfo,
+                timeout_s=_seconds_until(deadline_ns),
+            )
+            self._known[source.node] = known
+        return known
+
+    async def acquire(self, node: NodeId, request: Acquire, deadline_ns: int, context: Context) -> Acquired:
+        with attached(context):
+            acquired = await call(
+                self._bus,
+                f"{subjects.kv_tier(node)}.acquire",
+                request,
+                Acquired,
+                timeout_s=_seconds_until(deadline_ns),
+            )
+        known = self._known.get(node)
+        if known is not None and known.epoch != acquired.epoch:
+            del self._known[node]
+        return acquired
+
+    async def release(self, node: NodeId, lease_id: LeaseId, timeout_s: float) -> None:
+        await call(
+            self._bus, f"{subjects.kv_tier(node)}.release", Release(lease_ids=(lease_id,)), Done, timeout_s=timeout_s
+        )
+
+
+def _seconds_until(deadline_ns: int) -> float:
+    return (deadline_ns - time.time_ns()) / 1e9

@@ -1,0 +1,318 @@
+"""The shell of a kv-tier: builds its parts, serves its verbs, sweeps expired leases, and tells the cluster."""
+
+import asyncio
+import contextlib
+import os
+import socket
+import time
+from collections.abc import Awaitable, Callable
+from typing import TypeVar
+
+from halfmoon.bus.endpoint import Endpoint, Envelope, call, serve, submit
+from halfmoon.bus.errors import BusError
+from halfmoon.bus.protocol import Retention, ServiceRecord, StreamSpec
+from halfmoon.kv_tier.config import KvTierConfig
+from halfmoon.kv_tier.events import Announcer, Outbox
+from halfmoon.kv_tier.metrics import PoolCollector
+from halfmoon.kv_tier.peers import BusPeers
+from halfmoon.kv_tier.pull import Puller
+from halfmoon.kv_tier.requests import Requests
+from halfmoon.kv_tier.store import ChunkStore
+from halfmoon.lifecycle.runtime import Runtime, StartupError
+from halfmoon.pool.arena import Arena, ArenaError, aligned, arena_path, remove_stale
+from halfmoon.schemas import subjects
+from halfmoon.schemas.chunks import ChunkEvent, ChunkRegistered, NodeCleared
+from halfmoon.schemas.ids import LeaseId, NodeId
+from halfmoon.schemas.kv_tier import Acquire, Commit, Describe, NodeInfo, Release, Renew, Reserve, Stats
+from halfmoon.schemas.members import MemberState, NodeHeartbeat
+from halfmoon.schemas.wire import Message
+from halfmoon.transport.protocol import ReadOutcome, Transport
+from halfmoon.transport.shm import ShmTransport
+from halfmoon.transport.tcp import TcpTransport
+from halfmoon.transport.tcp_server import TcpServer, is_loopback
+
+M = TypeVar("M", bound=Message)
+
+CHUNKS_SPEC = StreamSpec(
+    name=subjects.CHUNKS_STREAM, subjects=subjects.CHUNK_EVENTS, retention=Retention.LIMITS, max_bytes=1 << 30
+)
+_SWEEP_S = 0.1
+_PUBLISH_TIMEOUT_S = 5.0
+_FAREWELL_S = 2.0
+_ACQUIRES_AT_ONCE = 64
+_LOOK_AROUND_S = 0.5
+
+
+class KvTier:
+    """One node's pool as a service. See `lifecycle.Service` for its life."""
+
+    def __init__(self, runtime: Runtime[KvTierConfig]) -> None:
+        self._runtime = runtime
+        self._config = runtime.config
+        self._node = NodeId(runtime.config.node)
+        self._log = runtime.log.bind(node=self._node)
+        self._epoch = time.time_ns()
+        self._state = MemberState.LOADING
+        self._undo = contextlib.AsyncExitStack()
+        self._endpoints: dict[str, Endpoint] = {}
+        self._record: ServiceRecord | None = None
+        self._store: ChunkStore | None = None
+        self._puller: Puller | None = None
+        self._server: TcpServer | None = None
+        self._slot_bytes = 0
+
+    @property
+    def node(self) -> NodeId:
+        return self._node
+
+    @property
+    def store(self) -> ChunkStore:
+        """The pool. Raises RuntimeError before `start`."""
+        if self._store is None:
+            raise RuntimeError("the kv-tier isn't started")
+        return self._store
+
+    async def start(self) -> None:
+        await self._be_the_only_one()
+        arena = await self._make_arena()
+        announcer = await self._make_announcer()
+        tracer = self._runtime.telemetry.tracer
+        store = self._store = ChunkStore(arena, self._epoch, announcer, tracer)
+        server = self._server = self._serve_tcp(arena, store)
+        info = NodeInfo(
+            node=self._node,
+            epoch=self._epoch,
+            host=self._config.host,
+            arena_path=str(arena.path),
+            slot_bytes=arena.slot_bytes,
+            num_slots=arena.num_slots,
+            tcp_address=self._advertised(server.address),
+        )
+        puller = self._puller = self._make_puller(store)
+        self._own(self._sweep(store), "sweep")
+        self._runtime.metrics.registry.register(
+            PoolCollector(
+                lambda: store.stats(server.bytes_served),
+                lambda: puller.num_flights,
+                lambda: announcer.outbox.pending,
+            )
+        )
+        requests = Requests(
+            info,
+            store,
+            puller,
+            tracer,
+            max_lease_s=self._config.max_lease_s,
+            acquire_timeout_s=self._config.acquire_timeout_s,
+            bytes_served=lambda: server.bytes_served,
+        )
+        await self._serve_bus(requests)
+        self._state = MemberState.SERVING
+        self._log.info(
+            "pool ready", epoch=self._epoch, slots=arena.num_slots, slot_bytes=arena.slot_bytes, tcp=info.tcp_address
+        )
+
+    async def drain(self) -> None:
+        """Lease nothing new; what is being pulled is finished. Commits and releases are still heard."""
+        self._state = MemberState.DRAINING
+        async with asyncio.TaskGroup() as group:
+            for verb in ("acquire", "reserve"):
+                if verb in self._endpoints:
+                    group.create_task(self._endpoints[verb].drain())
+
+    async def stop(self) -> None:
+        self._state = MemberState.DRAINING
+        await self._undo.aclose()
+
+    def heartbeat(self) -> NodeHeartbeat:
+        store, server = self._store, self._server
+        return NodeHeartbeat(
+            worker=self._runtime.worker_id,
+            node=self._node,
+            epoch=self._epoch,
+            started_ns=self._runtime.started_ns,
+            state=self._state,
+            host=self._config.host,
+            slot_bytes=self._slot_bytes,
+            pool=None if store is None or server is None else store.stats(server.bytes_served),
+            queued_transfers=0 if self._puller is None else self._puller.num_flights,
+            labels=self._config.labels,
+            pid=os.getpid(),
+        )
+
+    async def _be_the_only_one(self) -> None:
+        """Two pools of one name would both answer: the second doesn't start."""
+        subject = f"{subjects.kv_tier(self._node)}.describe"
+        with contextlib.suppress(BusError):
+            other = await call(self._runtime.bus, subject, Describe(), NodeInfo, timeout_s=_LOOK_AROUND_S)
+            raise StartupError(
+                f"node {self._node!r} is served already, on host {other.host!r} with its arena at {other.arena_path}: "
+                "stop that kv-tier, or give this one another node name"
+            )
+
+    async def _make_arena(self) -> Arena:
+        config = self._config
+        if config.slot_bytes is None:
+            raise StartupError("slot_bytes isn't set, and there is no model to derive it from: set one of the two")
+        self._slot_bytes = aligned(config.slot_bytes)
+        num_slots = config.arena_bytes // self._slot_bytes
+        if num_slots == 0:
+            raise StartupError(
+                f"arena_bytes is {config.arena_bytes}, less than one slot of {self._slot_bytes}: raise arena_bytes, "
+                "or lower chunk_tokens"
+            )
+        path = arena_path(config.shm_dir, self._node, self._epoch)
+        try:
+            for stale in await asyncio.to_thread(remove_stale, config.shm_dir, self._node):
+                self._log.info("removed what a dead kv-tier left", path=str(stale))
+            making = asyncio.create_task(asyncio.to_thread(Arena.create, path, self._slot_bytes, num_slots))
+            try:
+                arena = await asyncio.shield(making)
+            finally:
+                # Told to stop meanwhile: the thread goes on, and what it makes must not stay behind.
+                await asyncio.wait([making])
+                if making.exception() is None:
+                    self._undo.callback(making.result().close)
+                    self._undo.callback(making.result().unlink)
+        except ArenaError as error:
+            raise StartupError(str(error)) from None
+        return arena
+
+    async def _make_announcer(self) -> Announcer:
+        try:
+            await self._runtime.bus.ensure_stream(CHUNKS_SPEC)
+        except BusError as error:
+            raise StartupError(f"the stream {CHUNKS_SPEC.name} can't be had: {error}") from None
+        announcer = Announcer(Outbox(self._node, self._epoch), self._publish, self._publish_failed)
+        self._undo.push_async_callback(self._say_cleared)
+        self._own(announcer.run(), "announce")
+        return announcer
+
+    def _serve_tcp(self, arena: Arena, store: ChunkStore) -> TcpServer:
+        config = self._config
+
+        def authorize(lease_id: LeaseId, slot: int, generation: int, end: int) -> tuple[ReadOutcome, str] | None:
+            return store.ledger.refusal(lease_id, slot, generation, end, time.time_ns())
+
+        server = TcpServer(
+            arena,
+            self._node,
+            self._epoch,
+            authorize,
+            secret=config.cluster_secret,
+            host=config.bind_host,
+            port=config.bind_port,
+        )
+        try:
+            server.start()
+        except OSError as error:
+            raise StartupError(
+                f"can't serve tcp on {config.bind_host}:{config.bind_port}: {error.strerror or error}; "
+                "set bind_host and bind_port, or bind_port 0 for a free one"
+            ) from None
+        self._undo.push_async_callback(asyncio.to_thread, server.close)
+        if config.cluster_secret is None and not is_loopback(config.bind_host):
+            self._log.warning("no cluster_secret is set: only this machine will be served", bind_host=config.bind_host)
+        return server
+
+    def _make_puller(self, store: ChunkStore) -> Puller:
+        transports: list[Transport] = [ShmTransport(self._config.host), TcpTransport(self._config.cluster_secret)]
+        for transport in transports:
+            self._undo.push_async_callback(transport.close)
+        puller = Puller(
+            store,
+            BusPeers(self._runtime.bus),
+            transports,
+            self._runtime.telemetry.tracer,
+            self._log,
+            node=self._node,
+            holder=self._runtime.worker_id,
+            max_batches=self._config.max_transfers,
+            batch_chunks=self._config.transfer_chunks,
+        )
+        self._undo.push_async_callback(puller.close)
+        return puller
+
+    async def _serve_bus(self, requests: Requests) -> None:
+        record = self._record = await self._runtime.bus.add_service(
+            "halfmoon-kv-tier", "0.1.0", "KV pool of one node", metadata={"node": self._node}
+        )
+        self._undo.push_async_callback(record.stop)
+        await self._serve("describe", Describe, requests.describe)
+        await self._serve("stats", Stats, requests.stats)
+        await self._serve("acquire", Acquire, requests.acquire, concurrency=_ACQUIRES_AT_ONCE)
+        await self._serve("reserve", Reserve, requests.reserve)
+        await self._serve("commit", Commit, requests.commit)
+        await self._serve("release", Release, requests.release)
+        await self._serve("renew", Renew, requests.renew)
+
+    async def _serve(
+        self,
+        verb: str,
+        inbox: type[M],
+        handler: Callable[[M, Envelope], Awaitable[Message]],
+        *,
+        concurrency: int = 1,
+    ) -> None:
+        assert self._record is not None
+        subject = f"{subjects.kv_tier(self._node)}.{verb}"
+        endpoint = await serve(
+            self._runtime.bus,
+            subject,
+            inbox,
+            handler,
+            concurrency=concurrency,
+            record=self._record.add_endpoint(verb, subject),
+        )
+        self._endpoints[verb] = endpoint
+        self._undo.push_async_callback(endpoint.unsubscribe)
+
+    async def _sweep(self, store: ChunkStore) -> None:
+        """Expired leases go even when nobody asks for anything."""
+        while True:
+            if expired := store.expire():
+                self._log.info("leases expired", count=expired)
+            await asyncio.sleep(_SWEEP_S)
+
+    async def _publish(self, event: ChunkEvent) -> None:
+        registered = isinstance(event, ChunkRegistered)
+        subject = subjects.chunk_registered(self._node) if registered else subjects.evict(self._node)
+        await submit(self._runtime.bus, subject, event, timeout_s=_PUBLISH_TIMEOUT_S)
+
+    def _publish_failed(self, error: Exception) -> None:
+        self._log.warning("chunk events can't be published; they wait", error=str(error))
+
+    async def _say_cleared(self) -> None:
+        """The last word of this life: what it held is gone. Where nobody can be told, the next life will say so."""
+        event = NodeCleared(node=self._node, epoch=time.time_ns())
+        try:
+            await submit(self._runtime.bus, subjects.evict(self._node), event, timeout_s=_FAREWELL_S)
+        except BusError as error:
+            self._log.info("the end of this pool could not be announced", error=str(error))
+
+    def _own(self, work: Awaitable[None], name: str) -> None:
+        """Run until `stop`. A failure of it is the service's."""
+
+        async def run() -> None:
+            try:
+                await work
+            except asyncio.CancelledError:
+                raise
+            except BaseException as error:
+                self._log.error("a task of the kv-tier failed", task=name, exc_info=error)
+                self._runtime.fail(f"its {name} task failed: {error!r}")
+
+        task = asyncio.create_task(run(), name=f"kv-tier {name}")
+
+        async def end() -> None:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+
+        self._undo.push_async_callback(end)
+
+    def _advertised(self, address: str) -> str:
+        bound, _, port = address.rpartition(":")
+        host = self._config.advertised_host or bound
+        if host in ("0.0.0.0", "[::]"):
+            host = socket.gethostname()
+        return f"{host}:{port}"

@@ -1,0 +1,262 @@
+"""The client of a node's kv-tier: leases by message, bytes through the mapped arena."""
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+from halfmoon.bus.endpoint import call
+from halfmoon.bus.errors import BusError
+from halfmoon.bus.protocol import Bus
+from halfmoon.pool.arena import Arena
+from halfmoon.schemas import subjects
+from halfmoon.schemas.ids import LeaseId, NodeId, RequestId, WorkerId
+from halfmoon.schemas.kv_tier import (
+    Acquire,
+    Acquired,
+    Commit,
+    Committed,
+    Describe,
+    Done,
+    NewChunk,
+    NodeInfo,
+    PoolStats,
+    Release,
+    Renew,
+    Renewed,
+    Reserve,
+    Reserved,
+    SlotRef,
+    Stats,
+    WantedChunk,
+    WrittenChunk,
+)
+from halfmoon.schemas.wire import Message
+
+R = TypeVar("R", bound=Message)
+
+DEFAULT_LEASE_S = 10.0
+_RENEW_RETRY_S = 0.5
+_RETRY_S = 0.1
+
+
+@dataclass(slots=True)
+class _OpenLease:
+    lease_s: float
+    renew_at: float
+    """In the loop's time."""
+
+
+class PoolClient:
+    """A worker's access to the pool of its node.
+
+    1. `wait_ready` (or `describe`) maps the arena.
+    2. `acquire` and `reserve` give leases on slots; they are renewed in the background, at a third of their length,
+       until `release`. `commit` makes what was reserved readable.
+    3. `payload(slot)` is the slot's memory. Who read it late, or slowly, asks `holds(slot)` afterwards: True means that
+       the bytes were the leased chunk's all along.
+    4. `close` gives back what is open. Idempotent.
+
+    A kv-tier that restarts has a new arena and knows no older lease: the first answer that shows it re-maps the arena.
+    Views of the old one stay valid memory, and `holds` says False for their slots.
+
+    Raises `RemoteError` for typed refusals and other `BusError` where the kv-tier doesn't answer.
+    """
+
+    def __init__(self, bus: Bus, node: NodeId, worker_id: WorkerId, *, call_timeout_s: float = 5.0) -> None:
+        self.node = node
+        self._bus = bus
+        self._worker_id = worker_id
+        self._call_timeout_s = call_timeout_s
+        self._subject = subjects.kv_tier(node)
+        self._info: NodeInfo | None = None
+        self._arena: Arena | None = None
+        self._open: dict[LeaseId, _OpenLease] = {}
+        self._more = asyncio.Event()
+        self._renewer: asyncio.Task[None] | None = None
+        self._closed = False
+
+    @property
+    def info(self) -> NodeInfo:
+        """The node as last described. Raises RuntimeError before the first `describe`."""
+        if self._info is None:
+            raise RuntimeError(
+                f"the pool of node {self.node!r} isn't mapped yet: call describe() or wait_ready() first"
+            )
+        return self._info
+
+    @property
+    def arena(self) -> Arena:
+        """The mapped arena. Raises RuntimeError before the first `describe`."""
+        if self._arena is None:
+            raise RuntimeError(
+                f"the pool of node {self.node!r} isn't mapped yet: call describe() or wait_ready() first"
+            )
+        return self._arena
+
+    @property
+    def num_open_leases(self) -> int:
+        return len(self._open)
+
+    async def wait_ready(self, timeout_s: float) -> NodeInfo:
+        """`describe`, tried until the kv-tier answers. Raises the last `BusError` after `timeout_s`."""
+        deadline = time.monotonic() + timeout_s
+        while True:
+            try:
+                return await self.describe()
+            except BusError:
+                if time.monotonic() + _RETRY_S > deadline:
+                    raise
+            await asyncio.sleep(_RETRY_S)
+
+    async def describe(self) -> NodeInfo:
+        """Ask the node how to reach its memory, and map it. Raises `ArenaError` where that can't be mapped here."""
+        info = await self._call("describe", Describe(), NodeInfo)
+        if self._info is None or info.epoch != self._info.epoch:
+            arena = Arena.attach(Path(info.arena_path), info.slot_bytes, info.num_slots)
+            if self._arena is not None:
+                self._arena.close()
+            self._arena = arena
+        self._info = info
+        return info
+
+    async def stats(self) -> PoolStats:
+        return await self._call("stats", Stats(), PoolStats)
+
+    async def acquire(
+        self,
+        request_id: RequestId,
+        chunks: Sequence[WantedChunk],
+        *,
+        lease_s: float = DEFAULT_LEASE_S,
+        keep: bool = True,
+        deadline_ns: int | None = None,
+    ) -> Acquired:
+        """Lease chunks for reading; what isn't here is pulled from its sources, until `deadline_ns` (Unix time).
+
+        `keep`: what is pulled stays in this pool and is announced. Never for a hand-over's partial chunk.
+        """
+        acquired = await self._call(
+            "acquire",
+            Acquire(request_id=request_id, holder=self._worker_id, chunks=tuple(chunks), lease_s=lease_s, keep=keep),
+            Acquired,
+            deadline_ns,
+        )
+        await self._opened(acquired.lease_id, acquired.epoch, lease_s)
+        return acquired
+
+    async def reserve(
+        self,
+        request_id: RequestId,
+        chunks: Sequence[NewChunk],
+        *,
+        lease_s: float = DEFAULT_LEASE_S,
+        deadline_ns: int | None = None,
+    ) -> Reserved:
+        """Lease empty slots for writing; where the pool is full, the last of `chunks` get none."""
+        reserved = await self._call(
+            "reserve",
+            Reserve(request_id=request_id, holder=self._worker_id, chunks=tuple(chunks), lease_s=lease_s),
+            Reserved,
+            deadline_ns,
+        )
+        await self._opened(reserved.lease_id, reserved.epoch, lease_s)
+        return reserved
+
+    async def commit(self, lease_id: LeaseId, chunks: Sequence[WrittenChunk]) -> Committed:
+        """Make written chunks readable. Raises `RemoteError` with code `stale` where the lease has expired."""
+        return await self._call("commit", Commit(lease_id=lease_id, chunks=tuple(chunks)), Committed)
+
+    async def release(self, *lease_ids: LeaseId) -> None:
+        """Give leases back. Where the kv-tier can't be told, they expire by themselves: that isn't an error here."""
+        for lease_id in lease_ids:
+            self._open.pop(lease_id, None)
+        if lease_ids:
+            with contextlib.suppress(BusError):
+                await self._call("release", Release(lease_ids=lease_ids), Done)
+
+    def is_open(self, lease_id: LeaseId) -> bool:
+        """Whether the lease is still being renewed: False once it was released, or found to have expired."""
+        return lease_id in self._open
+
+    def payload(self, slot: SlotRef) -> memoryview:
+        """The slot's `num_bytes` bytes: writable, page-aligned."""
+        return self.arena.slot(slot.slot, slot.num_bytes)
+
+    def holds(self, slot: SlotRef) -> bool:
+        """Whether the slot hasn't been freed since it was leased. A look into memory; asks nobody."""
+        return self.arena.generation(slot.slot) == slot.generation
+
+    async def close(self) -> None:
+        """Stop renewing, give back what is open, and unmap."""
+        self._closed = True
+        if self._renewer is not None:
+            self._renewer.cancel()
+            await asyncio.gather(self._renewer, return_exceptions=True)
+            self._renewer = None
+        lease_ids = tuple(self._open)
+        self._open.clear()
+        if lease_ids:
+            with contextlib.suppress(BusError):
+                await self._call("release", Release(lease_ids=lease_ids), Done, time.time_ns() + 1_000_000_000)
+        if self._arena is not None:
+            self._arena.close()
+            self._arena = None
+            self._info = None
+
+    async def _opened(self, lease_id: LeaseId, epoch: int, lease_s: float) -> None:
+        """Renew this lease from now on, and make sure that the arena is the one it is on."""
+        if self._info is None or self._info.epoch != epoch:
+            await self.describe()
+        if not self._closed:
+            self._open[lease_id] = _OpenLease(lease_s, asyncio.get_running_loop().time() + lease_s / 3)
+            self._more.set()
+            if self._renewer is None:
+                self._renewer = asyncio.create_task(self._renew_forever(), name=f"pool renew {self.node}")
+
+    async def _renew_forever(self) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            self._more.clear()
+            if not self._open:
+                await self._more.wait()
+                continue
+            wait_s = min(lease.renew_at for lease in self._open.values()) - loop.time()
+            if wait_s > 0:
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(wait_s):
+                        await self._more.wait()
+                continue
+            due: dict[float, list[LeaseId]] = {}
+            for lease_id, lease in self._open.items():
+                if lease.renew_at <= loop.time():
+                    due.setdefault(lease.lease_s, []).append(lease_id)
+            for lease_s, lease_ids in due.items():
+                await self._renew(lease_s, lease_ids)
+
+    async def _renew(self, lease_s: float, lease_ids: list[LeaseId]) -> None:
+        started = asyncio.get_running_loop().time()
+        try:
+            renewed = await self._call("renew", Renew(lease_ids=tuple(lease_ids), lease_s=lease_s), Renewed)
+        except BusError:
+            again = min(_RENEW_RETRY_S, lease_s / 6)  # The lease may still live: nothing is lost by asking again.
+            expired: tuple[LeaseId, ...] = ()
+            started = asyncio.get_running_loop().time()
+        else:
+            again = lease_s / 3
+            expired = renewed.expired
+        for lease_id in expired:
+            self._open.pop(lease_id, None)
+        for lease_id in lease_ids:
+            if (lease := self._open.get(lease_id)) is not None:
+                lease.renew_at = started + again
+
+    async def _call(self, verb: str, message: Message, reply: type[R], deadline_ns: int | None = None) -> R:
+        """Bounded by the deadline where there is one, else by `call_timeout_s`."""
+        left_s = self._call_timeout_s if deadline_ns is None else (deadline_ns - time.time_ns()) / 1e9
+        return await call(
+            self._bus, f"{self._subject}.{verb}", message, reply, timeout_s=left_s, deadline_ns=deadline_ns
+        )
