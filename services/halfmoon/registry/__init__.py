@@ -1,0 +1,1 @@
+"""Chunk and node metadata in etcd, membership, and the answers to who has what."""
