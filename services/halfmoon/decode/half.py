@@ -1,0 +1,307 @@
+"""One decode half, from its acceptance to its one terminal event."""
+
+import asyncio
+import time
+from collections.abc import Sequence
+from contextlib import AsyncExitStack, aclosing
+from dataclasses import dataclass
+
+import msgspec
+import structlog
+
+from halfmoon.bus import endpoint
+from halfmoon.bus.errors import BusError
+from halfmoon.bus.protocol import Bus
+from halfmoon.chunks.plan import PlannedChunk
+from halfmoon.decode.colocated import Colocated
+from halfmoon.decode.completion import Completion
+from halfmoon.decode.config import DecodeConfig
+from halfmoon.decode.kv import Transfer
+from halfmoon.decode.metrics import DecodeMetrics
+from halfmoon.decode.outbox import MAX_BATCH_TOKENS, Outbox
+from halfmoon.decode.peers import PeerWatch
+from halfmoon.decode.policy import completion_limit, num_computed
+from halfmoon.decode.pull import ChunkPuller
+from halfmoon.decode.state import HALF_TABLE, HalfEvent, HalfState, KvProgress
+from halfmoon.engine.contract import DecodeSpec, EngineError, SequenceSpec
+from halfmoon.machine import Machine
+from halfmoon.pool.client import PoolClient
+from halfmoon.schemas import subjects
+from halfmoon.schemas.ids import WorkerId
+from halfmoon.schemas.members import RequestProgress
+from halfmoon.schemas.requests import Failed, Finished, Usage
+from halfmoon.schemas.splits import DecodeHalf, HalfEnded, Role
+from halfmoon.schemas.wire import Error, ErrorCode
+from halfmoon.text import TextCodec
+from halfmoon.tracing import Context, Tracer, attributes, record_error
+from halfmoon.tracing.names import DECODE_GENERATE, DECODE_QUEUE, DECODE_REQUEST, DECODE_WAIT_KV
+from halfmoon.worker.jobs import Job
+from halfmoon.worker.leases import LeaseSet
+from halfmoon.worker.line import Places
+from halfmoon.worker.sequences import EngineCrashed, OpenSequence, Sequences
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parts:
+    """What all halves of a worker share."""
+
+    worker: WorkerId
+    config: DecodeConfig
+    bus: Bus
+    pool: PoolClient
+    codec: TextCodec
+    sequences: Sequences
+    places: Places
+    peers: PeerWatch
+    puller: ChunkPuller
+    colocated: Colocated
+    tracer: Tracer
+    metrics: DecodeMetrics
+    log: structlog.stdlib.BoundLogger
+
+
+class DecodeRun:
+    """Owns the half's state, its transfer, its completion, and the way to its reader."""
+
+    def __init__(
+        self, half: DecodeHalf, chunks: Sequence[PlannedChunk], context: Context, deadline_ns: int, parts: Parts
+    ) -> None:
+        self.half = half
+        self.job = Job()
+        self._chunks = chunks
+        self._context = context
+        self._deadline_ns = deadline_ns
+        self._parts = parts
+        self._log = parts.log.bind(request_id=half.request_id, transfer_id=half.transfer_id)
+        self._machine = Machine(HALF_TABLE, HalfState.QUEUED)
+        self._accepted_ns = time.time_ns()
+        self._num_reported = 0
+        kv_tokens = parts.sequences.stats().total_tokens
+        self._limit = completion_limit(half, parts.sequences.card, kv_tokens)
+        self._completion = Completion(parts.codec, half.tokens, half.sampling, self._limit)
+        self.transfer = Transfer(
+            half.request_id,
+            half.transfer_id,
+            KvProgress(chunks),
+            bus=parts.bus,
+            peers=parts.peers,
+            puller=parts.puller,
+            config=parts.config,
+            log=self._log,
+        )
+        if half.prefill_worker is not None:
+            self.transfer.provided_by(half.prefill_worker)
+        self._outbox: Outbox | None = None
+        self._num_loaded_tokens = 0
+        self._num_computed_tokens = 0
+        self._cached_tokens = 0
+
+    @property
+    def state(self) -> HalfState:
+        return self._machine.state
+
+    @property
+    def num_left_tokens(self) -> int:
+        """Prompt tokens that are to be computed here, as far as is known."""
+        if self.state is HalfState.RECOMPUTING or (self.half.prefill_worker is None and self._is_before_tokens()):
+            return len(self.half.tokens) - self._num_loaded_tokens
+        return 0
+
+    def progress(self) -> RequestProgress:
+        """Tokens that have gone out since the last call: what another worker may take for known."""
+        sent = self._outbox.sent if self._outbox is not None else []
+        new, self._num_reported = sent[self._num_reported :], len(sent)
+        return RequestProgress(
+            request_id=self.half.request_id, num_tokens=len(self.half.known) + len(sent), new_tokens=tuple(new)
+        )
+
+    async def run(self) -> None:
+        parts, half = self._parts, self.half
+        with parts.tracer.span(
+            DECODE_REQUEST,
+            parent=self._context,
+            attributes={
+                attributes.REQUEST_ID: half.request_id,
+                attributes.TRANSFER_ID: half.transfer_id,
+                attributes.WORKER: parts.worker,
+                attributes.TENANT: half.tenant,
+                attributes.GEN_AI_REQUEST_MODEL: half.model,
+            },
+        ) as span:
+            self._outbox = outbox = self._new_outbox()
+            event = await self._outcome(outbox)
+            self.job.seal()
+            error = event.error if isinstance(event, Failed) else None
+            if error is not None:
+                record_error(span, error.message, error.code.value)
+            await self.transfer.close()
+            await outbox.finish(event)
+            parts.metrics.halves.labels(self.state.value).inc()
+            parts.metrics.tokens.inc(self._completion.num_tokens - len(half.known))
+            await self._tell_conductor(error)
+
+    async def _outcome(self, outbox: Outbox) -> Finished | Failed:
+        """Serve the half; its terminal event. Moves to a final state, whatever happens."""
+        try:
+            self.job.begin()
+            async with asyncio.timeout(max(0.0, (self._deadline_ns - time.time_ns()) / 1e9)) as limit:
+                await self._serve(outbox)
+        except asyncio.CancelledError:
+            if self.job.stop_error is None:
+                raise
+            error = self.job.stop_error
+        except TimeoutError as timeout:
+            if limit.expired():
+                error = Error(code=ErrorCode.DEADLINE, message="the deadline passed before the completion was finished")
+            else:
+                error = self._internal(timeout)
+        except EngineCrashed as crash:
+            error = Error(code=ErrorCode.INTERNAL, message=str(crash))
+        except Exception as unexpected:
+            error = self._internal(unexpected)
+        else:
+            self._machine.fire(HalfEvent.FINISH)
+            return self._finished()
+        self._machine.fire(HalfEvent.CANCEL if error.code is ErrorCode.CANCELLED else HalfEvent.FAIL)
+        return Failed(request_id=self.half.request_id, error=error)
+
+    async def _serve(self, outbox: Outbox) -> None:
+        parts, half = self._parts, self.half
+        self._completion.resume(half.known)
+        if self._completion.finish_reason is not None:
+            return
+        tokens = (*half.tokens, *half.known)
+        spec = SequenceSpec(f"{half.transfer_id}/{half.attempt}", tokens, len(half.tokens) + self._limit)
+        async with self._leases() as leases, AsyncExitStack() as turn:
+            with parts.tracer.span(DECODE_QUEUE):
+                await turn.enter_async_context(parts.places.place(priority=half.priority))
+                sequence = await turn.enter_async_context(parts.sequences.sequence(spec, priority=half.priority))
+            parts.metrics.queue_s.observe((time.time_ns() - self._accepted_ns) / 1e9)
+            self._machine.fire(HalfEvent.START)
+            started_ns = time.time_ns()
+            await self._prepare_kv(sequence, leases)
+            await leases.release_all()
+            await self.transfer.close()
+            parts.metrics.kv_wait_s.observe((time.time_ns() - started_ns) / 1e9)
+            await self._generate(sequence, outbox)
+
+    async def _prepare_kv(self, sequence: OpenSequence, leases: LeaseSet) -> None:
+        """As much of the prompt's KV as can be had, into the sequence."""
+        parts, half = self._parts, self.half
+        if half.prefill_worker is None and parts.config.role is Role.COLOCATED:
+            made = await parts.colocated.compute(half, self._chunks, sequence, leases)
+            self._num_loaded_tokens, self._cached_tokens = made.num_tokens, made.num_tokens - made.num_new
+            self._num_computed_tokens = made.num_new
+            self._machine.fire(HalfEvent.COMPLETE if made.error is None else HalfEvent.GIVE_UP)
+            return
+        if half.prefill_worker is None:
+            self._machine.fire(HalfEvent.GIVE_UP)
+            return
+        with parts.tracer.span(DECODE_WAIT_KV) as span:
+            reason = await self.transfer.load(sequence, leases, self._machine.fire)
+            if reason is not None:
+                span.set_attribute("halfmoon.recompute_reason", reason)
+                parts.metrics.recomputes.inc()
+        progress = self.transfer.progress
+        self._num_loaded_tokens = progress.num_loaded_tokens
+        self._cached_tokens = min(progress.cached_tokens, self._num_loaded_tokens)
+
+    async def _generate(self, sequence: OpenSequence, outbox: Outbox) -> None:
+        parts, half, completion = self._parts, self.half, self._completion
+        start = num_computed(self._num_loaded_tokens, len(sequence.spec.tokens))
+        self._num_computed_tokens += max(0, len(half.tokens) - start)
+        spec = DecodeSpec(
+            msgspec.structs.replace(half.sampling, max_tokens=self._limit),
+            half.seed,
+            num_known=len(half.known),
+            stop_tokens=completion.stop_tokens,
+        )
+        outbox.start()
+        with parts.tracer.span(DECODE_GENERATE) as span:
+            last_s = time.monotonic()
+            async with aclosing(sequence.decode(start, spec)) as sampled_tokens:
+                async for sampled in sampled_tokens:
+                    if self.state is HalfState.RECOMPUTING:
+                        self._machine.fire(HalfEvent.FIRST_TOKEN)
+                    now_s = time.monotonic()
+                    parts.metrics.token_s.observe(now_s - last_s)
+                    last_s = now_s
+                    await outbox.put(completion.push(sampled))
+                    if completion.finish_reason is not None:
+                        break
+            if completion.finish_reason is None:
+                raise EngineError(f"the engine ended after {completion.num_tokens} of {self._limit} tokens")
+            span.set_attribute(attributes.GEN_AI_USAGE_INPUT_TOKENS, len(half.tokens))
+            span.set_attribute(attributes.GEN_AI_USAGE_OUTPUT_TOKENS, completion.num_tokens)
+            span.set_attribute(attributes.GEN_AI_USAGE_CACHE_READ_INPUT_TOKENS, self._reported_cached_tokens())
+            span.set_attribute(attributes.GEN_AI_RESPONSE_FINISH_REASONS, [completion.finish_reason.value])
+
+    def _finished(self) -> Finished:
+        completion = self._completion
+        assert completion.finish_reason is not None
+        return Finished(
+            request_id=self.half.request_id,
+            seq=completion.num_tokens,
+            text=completion.rest(),
+            finish_reason=completion.finish_reason,
+            usage=Usage(
+                prompt_tokens=len(self.half.tokens),
+                completion_tokens=completion.num_tokens,
+                cached_tokens=self._reported_cached_tokens(),
+            ),
+        )
+
+    def _reported_cached_tokens(self) -> int:
+        """After a hand-over between decode workers, what the first one found: the client's request was served then."""
+        return self.half.cached_tokens if self.half.known else self._cached_tokens
+
+    def _new_outbox(self) -> Outbox:
+        half, config = self.half, self._parts.config
+        return Outbox(
+            self._parts.bus,
+            half.reply,
+            request_id=half.request_id,
+            encoding=half.encoding,
+            headers=endpoint.seal(deadline_ns=self._deadline_ns),
+            first_seq=len(half.known),
+            max_unsent=config.max_unsent_tokens,
+            # A reader drops what it has seen before, which it can only do with whole events: after a change of
+            # workers, each token is one.
+            max_batch=1 if half.known or half.attempt > 1 else MAX_BATCH_TOKENS,
+            deadline_ns=self._deadline_ns,
+            log=self._log,
+        )
+
+    def _leases(self) -> LeaseSet:
+        config = self._parts.config
+        return LeaseSet(
+            self._parts.pool,
+            self.half.request_id,
+            lease_s=config.lease_s,
+            deadline_ns=self._deadline_ns,
+            timeout_s=config.pool_timeout_s,
+        )
+
+    async def _tell_conductor(self, error: Error | None) -> None:
+        message = HalfEnded(
+            request_id=self.half.request_id,
+            transfer_id=self.half.transfer_id,
+            worker=self._parts.worker,
+            role=self._parts.config.role,
+            error=error,
+            num_reused_tokens=self._num_loaded_tokens,
+            num_computed_tokens=self._num_computed_tokens,
+            num_generated_tokens=self._completion.num_tokens - len(self.half.known),
+            duration_s=(time.time_ns() - self._accepted_ns) / 1e9,
+        )
+        try:
+            await endpoint.announce(self._parts.bus, subjects.ended(self.half.conductor), message)
+        except BusError as failure:
+            self._log.warning("the conductor can't be told that the half has ended", error=str(failure))
+
+    def _internal(self, error: Exception) -> Error:
+        self._log.error("half failed", exc_info=error)
+        return Error(code=ErrorCode.INTERNAL, message="decode failed; the worker's log has the details")
+
+    def _is_before_tokens(self) -> bool:
+        return self.state in (HalfState.QUEUED, HalfState.WAITING_KV, HalfState.LOADING)

@@ -1,0 +1,89 @@
+"""What a worker stands on: its engine and its node's pool, started and stopped together."""
+
+from typing import TypeVar
+
+import structlog
+
+from halfmoon.bus.errors import BusError
+from halfmoon.engine.contract import Engine, EngineError, EngineStats
+from halfmoon.lifecycle import Runtime, StartupError
+from halfmoon.pool.arena import ArenaError
+from halfmoon.pool.client import PoolClient
+from halfmoon.schemas.ids import NodeId
+from halfmoon.schemas.model import ModelCard
+from halfmoon.schemas.splits import Role
+from halfmoon.worker.config import WorkerConfig
+from halfmoon.worker.heartbeat import WorkerPulse
+from halfmoon.worker.sequences import EngineCrashed, Sequences
+
+W = TypeVar("W", bound=WorkerConfig)
+
+
+class Station:
+    """Its life:
+
+    1. `start`: the model is loaded, the pool mapped, and both fit each other.
+    2. `stop`: the engine first, since it may touch the arena; then the pool, with what is leased from it. Idempotent.
+    """
+
+    def __init__(self, runtime: Runtime[W], engine: Engine, role: Role) -> None:
+        config = runtime.config
+        self.node = NodeId(config.node)
+        self.engine = engine
+        self.pool = PoolClient(runtime.bus, self.node, runtime.worker_id)
+        self.sequences = Sequences(engine, self._crashed)
+        self.pulse = WorkerPulse(
+            worker=runtime.worker_id,
+            role=role,
+            node=self.node,
+            started_ns=runtime.started_ns,
+            max_requests=config.max_requests,
+        )
+        self._config = config
+        self._fail = runtime.fail
+        self._log: structlog.stdlib.BoundLogger = runtime.log
+        self._is_started = False
+        self._crash: EngineCrashed | None = None
+
+    async def start(self) -> ModelCard:
+        """Raises `StartupError`."""
+        try:
+            card = await self.engine.start(self.pulse.loading)
+        except (EngineError, ValueError) as error:
+            raise StartupError(str(error)) from error
+        self._is_started = True
+        await self._map_pool(card)
+        self.pulse.serving(card)
+        self._log.info("engine ready", model=card.name, engine=card.engine, kv_tokens=self.engine.stats().total_tokens)
+        return card
+
+    async def stop(self) -> None:
+        self._is_started = False
+        await self.engine.stop()
+        await self.pool.close()
+
+    def stats(self) -> EngineStats | None:
+        """None before the engine has started."""
+        return self.engine.stats() if self._is_started else None
+
+    async def _map_pool(self, card: ModelCard) -> None:
+        try:
+            info = await self.pool.wait_ready(self._config.pool_start_timeout_s)
+        except BusError as error:
+            raise StartupError(
+                f"the kv-tier of node {self.node!r} doesn't answer ({error}): start it, or set node to one that runs"
+            ) from error
+        except ArenaError as error:
+            raise StartupError(f"the pool of node {self.node!r} can't be mapped: {error}") from error
+        chunk_bytes = card.chunk_tokens * card.kv_bytes_per_token
+        if chunk_bytes > info.slot_bytes:
+            raise StartupError(
+                f"a chunk of {card.chunk_tokens} tokens of {card.name!r} has {chunk_bytes:,} bytes, the slots of "
+                f"node {self.node!r} have {info.slot_bytes:,}: give its kv-tier the same model and chunk_tokens"
+            )
+
+    def _crashed(self, crash: EngineCrashed) -> None:
+        if self._crash is None:
+            self._crash = crash
+            self._log.critical("the engine failed; this worker stops", operation=crash.operation, exc_info=crash.cause)
+            self._fail(str(crash))
