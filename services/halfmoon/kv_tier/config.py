@@ -31,9 +31,10 @@ class KvTierConfig(CommonConfig, frozen=True, kw_only=True, forbid_unknown_field
         Annotated[int, Meta(ge=1)] | None,
         Meta(description="Bytes of one chunk at most, rounded up to pages. None: what the model's chunks need."),
     ] = None
-    engine: Annotated[
-        str, Meta(description="Engine of this node's workers: it decides how many bytes a model's chunks need.")
-    ] = "torch"
+    engine: Annotated[str, Meta(description="Engine of this node's workers: `torch`, `vllm` or `sim`.")] = "torch"
+    kv_dtype: Annotated[
+        str, Meta(description="Element type of the workers' KV, from which slot_bytes is derived: `bfloat16` on GPUs.")
+    ] = "float32"
     shm_dir: Annotated[Path, Meta(description="Where the arena's file is made: a memory file system.")] = (
         DEFAULT_SHM_DIR
     )

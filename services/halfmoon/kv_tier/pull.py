@@ -202,6 +202,10 @@ class Puller:
             self._fail(flights, ChunkOutcome.MISS, f"node {source.node} took longer than there was time for")
         except (BusError, LeaseGone, Misfit) as error:
             self._fail(flights, ChunkOutcome.MISS, f"node {source.node}: {error}")
+        except Exception as error:
+            # A defect here, or an answer that nobody should give: those who wait must not wait for their deadlines.
+            self._log.error("a pull failed", source=source.node, exc_info=error)
+            self._fail(flights, ChunkOutcome.MISS, f"node {source.node}: {type(error).__name__}")
         self._dispatch(flight for flight in flights if not flight.landed.done())
 
     async def _fetch_from(self, source: ChunkSource, flights: list[_Flight], request: PullRequest) -> None:

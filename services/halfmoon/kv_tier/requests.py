@@ -89,7 +89,8 @@ class Requests:
                 f"a chunk of {oversized[0].num_bytes} bytes doesn't fit this pool's slots of {self._info.slot_bytes}: "
                 "set slot_bytes of the kv-tier, or a smaller chunk_tokens",
             )
-        lease_id, expires_ns = self._open_lease(request.holder, request.request_id, request.lease_s)
+        expires_ns = self._expiry_ns(request.lease_s)
+        lease_id = self._open_lease(request.holder, request.request_id, expires_ns)
         reserved: list[ReservedChunk] = []
         full = False
         for chunk in request.chunks:
@@ -125,12 +126,9 @@ class Requests:
 
     async def _acquire(self, request: Acquire, deadline_ns: int) -> Acquired:
         ledger = self._store.ledger
-        lease_id, _ = self._open_lease(
-            request.holder,
-            request.request_id,
-            # It must outlast the pulls; its true length begins with the answer.
-            (deadline_ns - time.time_ns()) / 1e9 + min(request.lease_s, self._max_lease_s),
-        )
+        # It must outlast the pulls; its true length begins with the answer.
+        pulls_ns = max(0, deadline_ns - time.time_ns())
+        lease_id = self._open_lease(request.holder, request.request_id, self._expiry_ns(request.lease_s) + pulls_ns)
         wanted = request.chunks
         here = {chunk.key for chunk in wanted if ledger.slots.find(chunk.key) is not None}
         plan = policy.plan_acquire(wanted, here, self._info.node)
@@ -171,12 +169,11 @@ class Requests:
             source=self._info.node,
         )
 
-    def _open_lease(self, holder: WorkerId, request_id: RequestId, lease_s: float) -> tuple[LeaseId, int]:
+    def _open_lease(self, holder: WorkerId, request_id: RequestId, expires_ns: int) -> LeaseId:
         lease_id = new_lease_id()
-        expires_ns = self._store.clock_ns() + int(lease_s * 1e9)
         self._store.expire()
         self._store.ledger.open_lease(lease_id, holder, request_id, expires_ns)
-        return lease_id, expires_ns
+        return lease_id
 
     def _expiry_ns(self, lease_s: float) -> int:
         if not lease_s > 0:

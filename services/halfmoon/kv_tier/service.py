@@ -5,8 +5,8 @@ import contextlib
 import os
 import socket
 import time
-from collections.abc import Awaitable, Callable
-from typing import TypeVar
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import Any, TypeVar
 
 from halfmoon.bus.endpoint import Endpoint, Envelope, call, serve, submit
 from halfmoon.bus.errors import BusError
@@ -19,6 +19,7 @@ from halfmoon.kv_tier.pull import Puller
 from halfmoon.kv_tier.requests import Requests
 from halfmoon.kv_tier.store import ChunkStore
 from halfmoon.lifecycle.runtime import Runtime, StartupError
+from halfmoon.models.folder import ModelFolder, ModelFolderError
 from halfmoon.pool.arena import Arena, ArenaError, aligned, arena_path, remove_stale
 from halfmoon.schemas import subjects
 from halfmoon.schemas.chunks import ChunkEvent, ChunkRegistered, NodeCleared
@@ -152,9 +153,9 @@ class KvTier:
 
     async def _make_arena(self) -> Arena:
         config = self._config
-        if config.slot_bytes is None:
-            raise StartupError("slot_bytes isn't set, and there is no model to derive it from: set one of the two")
-        self._slot_bytes = aligned(config.slot_bytes)
+        self._slot_bytes = aligned(
+            await asyncio.to_thread(_model_chunk_bytes, config) if config.slot_bytes is None else config.slot_bytes
+        )
         num_slots = config.arena_bytes // self._slot_bytes
         if num_slots == 0:
             raise StartupError(
@@ -290,19 +291,10 @@ class KvTier:
         except BusError as error:
             self._log.info("the end of this pool could not be announced", error=str(error))
 
-    def _own(self, work: Awaitable[None], name: str) -> None:
-        """Run until `stop`. A failure of it is the service's."""
-
-        async def run() -> None:
-            try:
-                await work
-            except asyncio.CancelledError:
-                raise
-            except BaseException as error:
-                self._log.error("a task of the kv-tier failed", task=name, exc_info=error)
-                self._runtime.fail(f"its {name} task failed: {error!r}")
-
-        task = asyncio.create_task(run(), name=f"kv-tier {name}")
+    def _own(self, work: Coroutine[Any, Any, None], name: str) -> None:
+        """Run until `stop`. Such a task ends by itself only when it fails, and then the service can't go on."""
+        task = asyncio.create_task(work, name=f"kv-tier {name}")
+        task.add_done_callback(self._task_ended)
 
         async def end() -> None:
             task.cancel()
@@ -310,9 +302,25 @@ class KvTier:
 
         self._undo.push_async_callback(end)
 
+    def _task_ended(self, task: asyncio.Task[None]) -> None:
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._log.error("a task of the kv-tier failed", task=task.get_name(), exc_info=error)
+            self._runtime.fail(f"{task.get_name()} failed: {error!r}")
+
     def _advertised(self, address: str) -> str:
         bound, _, port = address.rpartition(":")
         host = self._config.advertised_host or bound
         if host in ("0.0.0.0", "[::]"):
             host = socket.gethostname()
         return f"{host}:{port}"
+
+
+def _model_chunk_bytes(config: KvTierConfig) -> int:
+    """Bytes of one chunk of the configured model's KV. Raises `StartupError`."""
+    if config.model is None:
+        raise StartupError("a slot's size isn't known: set slot_bytes, or model to derive it from")
+    try:
+        geometry = ModelFolder.open(config.model).geometry
+        return config.chunk_tokens * geometry.kv_bytes_per_token(config.kv_dtype)
+    except (ModelFolderError, ValueError) as error:
+        raise StartupError(str(error)) from None
