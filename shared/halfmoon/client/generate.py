@@ -7,7 +7,7 @@ async with GenerateClient(bus) as client:
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
@@ -49,6 +49,7 @@ class GenerateClient:
         self._decoder: Decoder[TokenEvent] = Decoder(TokenEvent)
         self._open: dict[str, Mailbox] = {}
         self._subscription: Subscription | None = None
+        self._unwatch: Callable[[], None] | None = None
         self.num_late = 0
         """Events that came for nobody: after a cancel, mostly."""
 
@@ -60,12 +61,15 @@ class GenerateClient:
     async def start(self) -> None:
         """Begin to listen. Raises what `Bus.subscribe` raises."""
         self._subscription = await self._bus.subscribe(f"{self._inbox}.*", self._on_event)
-        self._bus.watch_connection(self._on_connection)
+        self._unwatch = self._bus.watch_connection(self._on_connection)
 
     async def close(self) -> None:
         """End what is open with an error, and stop listening. Idempotent."""
         for mailbox in self._open.values():
             mailbox.end(ErrorCode.UNAVAILABLE, "the client is closed")
+        if self._unwatch is not None:
+            self._unwatch()
+            self._unwatch = None
         if self._subscription is not None:
             await self._subscription.unsubscribe()
             self._subscription = None
