@@ -52,38 +52,46 @@ class Node:
         return ChunkSource(node=self.service.node, epoch=self.client.info.epoch)
 
     def wanted(self, *names: str, sources: Sequence[ChunkSource] = ()) -> list[WantedChunk]:
-        return [
-            WantedChunk(key=key_of(name), index=index, num_tokens=4, num_bytes=CHUNK_BYTES, sources=tuple(sources))
-            for index, name in enumerate(names)
-        ]
+        return wanted_of(*names, sources=sources)
 
     async def write(self, *names: str, register: bool = True, lease_s: float = 10.0) -> LeaseId:
-        """Reserve, fill and commit a chunk per name; the lease is still open."""
-        new = [
-            NewChunk(key=key_of(name), index=index, num_tokens=4, num_bytes=CHUNK_BYTES, register=register)
-            for index, name in enumerate(names)
-        ]
-        reserved = await self.client.reserve(REQUEST, new, lease_s=lease_s)
-        written = []
-        for name, chunk in zip(names, reserved.chunks, strict=True):
-            assert chunk.slot is not None
-            payload = self.client.payload(chunk.slot)
-            payload[:] = content_of(name)
-            meta = ChunkMeta(
-                key=chunk.key,
-                index=chunk.index,
-                num_tokens=4,
-                num_bytes=CHUNK_BYTES,
-                checksum=checksum(payload),
-                request_id=REQUEST,
-                created_ns=time.time_ns(),
-            )
-            written.append(
-                WrittenChunk(slot=chunk.slot.slot, generation=chunk.slot.generation, meta=meta, register=register)
-            )
-        committed = await self.client.commit(reserved.lease_id, written)
-        assert committed.num_registered <= (len(names) if register else 0)
-        return reserved.lease_id
+        return await write_chunks(self.client, *names, register=register, lease_s=lease_s)
+
+
+def wanted_of(*names: str, sources: Sequence[ChunkSource] = ()) -> list[WantedChunk]:
+    return [
+        WantedChunk(key=key_of(name), index=index, num_tokens=4, num_bytes=CHUNK_BYTES, sources=tuple(sources))
+        for index, name in enumerate(names)
+    ]
+
+
+async def write_chunks(client: PoolClient, *names: str, register: bool = True, lease_s: float = 10.0) -> LeaseId:
+    """Reserve, fill and commit a chunk per name; the lease is still open."""
+    new = [
+        NewChunk(key=key_of(name), index=index, num_tokens=4, num_bytes=CHUNK_BYTES, register=register)
+        for index, name in enumerate(names)
+    ]
+    reserved = await client.reserve(REQUEST, new, lease_s=lease_s)
+    written = []
+    for name, chunk in zip(names, reserved.chunks, strict=True):
+        assert chunk.slot is not None
+        payload = client.payload(chunk.slot)
+        payload[:] = content_of(name)
+        meta = ChunkMeta(
+            key=chunk.key,
+            index=chunk.index,
+            num_tokens=4,
+            num_bytes=CHUNK_BYTES,
+            checksum=checksum(payload),
+            request_id=REQUEST,
+            created_ns=time.time_ns(),
+        )
+        written.append(
+            WrittenChunk(slot=chunk.slot.slot, generation=chunk.slot.generation, meta=meta, register=register)
+        )
+    committed = await client.commit(reserved.lease_id, written)
+    assert committed.num_registered <= (len(names) if register else 0)
+    return reserved.lease_id
 
 
 @asynccontextmanager

@@ -10,7 +10,8 @@ from typing import Any, TypeVar
 
 from halfmoon.bus.endpoint import Endpoint, Envelope, call, serve, submit
 from halfmoon.bus.errors import BusError
-from halfmoon.bus.protocol import Retention, ServiceRecord, StreamSpec
+from halfmoon.bus.protocol import ServiceRecord
+from halfmoon.bus.streams import CHUNKS
 from halfmoon.kv_tier.config import KvTierConfig
 from halfmoon.kv_tier.events import Announcer, Outbox
 from halfmoon.kv_tier.metrics import PoolCollector
@@ -34,9 +35,6 @@ from halfmoon.transport.tcp_server import TcpServer, is_loopback
 
 M = TypeVar("M", bound=Message)
 
-CHUNKS_SPEC = StreamSpec(
-    name=subjects.CHUNKS_STREAM, subjects=subjects.CHUNK_EVENTS, retention=Retention.LIMITS, max_bytes=1 << 30
-)
 _SWEEP_S = 0.1
 _PUBLISH_TIMEOUT_S = 5.0
 _FAREWELL_S = 2.0
@@ -181,9 +179,9 @@ class KvTier:
 
     async def _make_announcer(self) -> Announcer:
         try:
-            await self._runtime.bus.ensure_stream(CHUNKS_SPEC)
+            await self._runtime.bus.ensure_stream(CHUNKS)
         except BusError as error:
-            raise StartupError(f"the stream {CHUNKS_SPEC.name} can't be had: {error}") from None
+            raise StartupError(f"the stream {CHUNKS.name} can't be had: {error}") from None
         announcer = Announcer(Outbox(self._node, self._epoch), self._publish, self._publish_failed)
         self._undo.push_async_callback(self._say_cleared)
         self._own(announcer.run(), "announce")

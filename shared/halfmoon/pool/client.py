@@ -210,7 +210,11 @@ class PoolClient:
     async def _opened(self, lease_id: LeaseId, epoch: int, lease_s: float) -> None:
         """Renew this lease from now on, and make sure that the arena is the one it is on."""
         if self._info is None or self._info.epoch != epoch:
-            await self.describe()
+            try:
+                await self.describe()
+            except BaseException:
+                await self.release(lease_id)
+                raise
         if not self._closed:
             self._open[lease_id] = _OpenLease(lease_s, asyncio.get_running_loop().time() + lease_s / 3)
             self._more.set()
