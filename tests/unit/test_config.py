@@ -73,3 +73,8 @@ def test_what_is_wrong_in_the_file_is_named(tmp_path: Path, text: str, message: 
         load({"HALFMOON_CONFIG": str(file)})
     assert message in str(caught.value)
     assert str(file) in str(caught.value)
+
+
+def test_paths_are_read_from_text_with_the_home_folder_filled_in() -> None:
+    config = load_config(CommonConfig, "up", {"HALFMOON_DATA_DIR": "~/data", "HALFMOON_MODEL": "/models/m"})
+    assert (config.data_dir, config.model) == (Path.home() / "data", Path("/models/m"))

@@ -49,11 +49,13 @@ def load_config(
     values.update({name: ("command line", value) for name, value in (overrides or {}).items()})
     for name, (source, value) in values.items():
         try:
-            msgspec.convert({name: value}, _one_field(cls, name), strict=False)
+            msgspec.convert({name: value}, _one_field(cls, name), strict=False, dec_hook=_from_text)
         except msgspec.ValidationError as error:
             raise ConfigError(f"{source}: {_plain(str(error), name)}") from None
     try:
-        return msgspec.convert({name: value for name, (_, value) in values.items()}, cls, strict=False)
+        return msgspec.convert(
+            {name: value for name, (_, value) in values.items()}, cls, strict=False, dec_hook=_from_text
+        )
     except msgspec.ValidationError as error:
         raise ConfigError(f"settings of {service}: {error}") from None
 
@@ -111,6 +113,13 @@ def _value(text: str, kind: Any) -> Any:
         except msgspec.DecodeError:
             return text
     return text
+
+
+def _from_text(kind: type, value: object) -> object:
+    """What msgspec can't make by itself: a path from a text."""
+    if kind is Path and isinstance(value, str):
+        return Path(value).expanduser()
+    raise ValueError(f"Expected `{kind.__name__}`, got `{type(value).__name__}`")
 
 
 def _is_optional(kind: Any) -> bool:
