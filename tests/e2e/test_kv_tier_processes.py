@@ -2,7 +2,6 @@
 
 import asyncio
 import signal
-import subprocess
 import sys
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
@@ -61,7 +60,7 @@ def start(tmp_path: Path, shm_dir: Path, nats_server: NatsServer) -> Iterator[St
     started: list[KvTierProcess] = []
 
     def start_one(node: str = "node-a", **settings: str) -> KvTierProcess:
-        process = KvTierProcess(tmp_path / "data", nats_server.url, node, shm_dir=shm_dir, **settings)
+        process = KvTierProcess(tmp_path / "data", nats_server.url, node, **{"shm_dir": str(shm_dir)} | settings)
         started.append(process)
         return process
 
@@ -137,16 +136,21 @@ async def test_a_writer_killed_mid_put_leaves_nothing_and_its_key_can_be_written
 ) -> None:
     start()
     await client.wait_ready(20)
-    writer = subprocess.Popen(
-        [sys.executable, "-c", WRITER, nats_server.url, key_of("a").hex()],
-        stdout=subprocess.PIPE,
-        text=True,
+    writer = await asyncio.create_subprocess_exec(
+        sys.executable,
+        "-c",
+        WRITER,
+        nats_server.url,
+        key_of("a").hex(),
+        stdout=asyncio.subprocess.PIPE,
         env=clean_environ(),
     )
-    with writer:
+    try:
         assert writer.stdout is not None
-        assert writer.stdout.readline() == "half written\n"
+        assert await asyncio.wait_for(writer.stdout.readline(), 20) == b"half written\n"
+    finally:
         writer.kill()
+        await writer.communicate()
     assert (await client.stats()).staged == 1
     assert (await client.acquire(REQUEST, wanted_of("a"))).chunks[0].outcome is ChunkOutcome.MISS
     await client.release(await write_chunks(client, "a"))
@@ -206,7 +210,7 @@ async def test_events_wait_while_the_broker_is_away_and_none_is_lost(
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"slot_bytes": ""}, "set slot_bytes, or model"),
+        ({"slot_bytes": "none"}, "set slot_bytes, or model"),
         ({"arena_bytes": str(1 << 60)}, "MiB are free"),
         ({"model": "/nowhere", "slot_bytes": "none"}, "there is no model at /nowhere"),
         ({"arena_bytes": "many"}, "HALFMOON_KV_TIER_ARENA_BYTES"),

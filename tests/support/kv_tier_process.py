@@ -8,9 +8,9 @@ from support.system import clean_environ
 
 
 class KvTierProcess:
-    """`python -m halfmoon.kv_tier`. Its arena lies in `shm_dir`; its log in `folder`."""
+    """`python -m halfmoon.kv_tier`. Its log lies in `folder`."""
 
-    def __init__(self, folder: Path, nats_url: str, node: str, *, shm_dir: Path, **settings: str) -> None:
+    def __init__(self, folder: Path, nats_url: str, node: str, **settings: str) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self.log_path = folder / f"{node}.log"
         own = {
@@ -18,7 +18,6 @@ class KvTierProcess:
             "host": "host-1",
             "slot_bytes": "16384",
             "arena_bytes": str(8 * 16384),
-            "shm_dir": str(shm_dir),
             "worker_id": f"kv-tier-{node}",
             **settings,
         }

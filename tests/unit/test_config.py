@@ -78,3 +78,8 @@ def test_what_is_wrong_in_the_file_is_named(tmp_path: Path, text: str, message: 
 def test_paths_are_read_from_text_with_the_home_folder_filled_in() -> None:
     config = load_config(CommonConfig, "up", {"HALFMOON_DATA_DIR": "~/data", "HALFMOON_MODEL": "/models/m"})
     assert (config.data_dir, config.model) == (Path.home() / "data", Path("/models/m"))
+
+
+@pytest.mark.parametrize("text", ["", "none"])
+def test_nothing_can_be_said_of_an_optional_number_too(text: str) -> None:
+    assert load_config(CommonConfig, "up", {"HALFMOON_METRICS_PORT": text}).metrics_port is None

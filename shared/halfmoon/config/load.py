@@ -125,7 +125,7 @@ def _from_text(kind: type, value: object) -> object:
 def _is_optional(kind: Any) -> bool:
     if typing.get_origin(kind) is typing.Annotated:
         kind = typing.get_args(kind)[0]
-    return isinstance(kind, types.UnionType) and type(None) in typing.get_args(kind)
+    return typing.get_origin(kind) in (types.UnionType, typing.Union) and type(None) in typing.get_args(kind)
 
 
 def _one_field(cls: type[C], name: str) -> type[msgspec.Struct]:
