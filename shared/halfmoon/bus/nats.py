@@ -2,7 +2,7 @@
 
 import asyncio
 import random
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import Self
@@ -53,6 +53,7 @@ _FLUSH_TIMEOUT_S = 5.0
 _BUFFER_BYTES = 16 * 1024 * 1024
 """What may wait to be sent while the connection is down: two messages of the largest size."""
 _CLOSE_TIMEOUT_S = 5.0
+_CLOSE_FLUSH_S = 1
 
 
 class NatsBus:
@@ -316,12 +317,19 @@ class NatsBus:
         self._closing = True
         for subscription in list(self._subscriptions):
             await subscription.unsubscribe()
+        if self.is_connected:
+            # Once the server knows that nobody listens here, requests fail at once instead of getting lost.
+            await self._tidily(self._client.flush(timeout=_CLOSE_FLUSH_S))
+        await self._tidily(self._client.close())
+        self._set_state(ConnectionState.CLOSED)
+
+    async def _tidily(self, step: Awaitable[None]) -> None:
+        """One step of closing, which a broken connection can neither stop nor hold up."""
         try:
             async with asyncio.timeout(_CLOSE_TIMEOUT_S):
-                await self._client.close()
+                await step
         except (TimeoutError, OSError, nats_errors.Error, AssertionError) as error:
             _log.debug("the connection to NATS ended untidily", error=str(error))
-        self._set_state(ConnectionState.CLOSED)
 
     def _keep(self, subscription: Subscription) -> Subscription:
         self._subscriptions = {kept for kept in self._subscriptions if kept.active}
