@@ -21,7 +21,7 @@ import structlog
 import uvloop
 
 from halfmoon.bus.errors import BusError, BusUnavailable
-from halfmoon.bus.nats import NatsBus
+from halfmoon.bus.nats import NatsBus, NatsSettings
 from halfmoon.bus.protocol import Bus
 from halfmoon.config import CommonConfig, ConfigError, load_config
 from halfmoon.lifecycle.runtime import Runtime, Service, StartupError
@@ -88,12 +88,14 @@ class _Process:
             raise StartupError(error.strerror) from None
         try:
             bus = await NatsBus.connect(
-                config.nats_url,
-                name=worker_id,
-                user=config.nats_user,
-                password=config.nats_password,
-                credentials=config.nats_credentials,
-                timeout_s=config.nats_connect_timeout_s,
+                NatsSettings(
+                    url=config.nats_url,
+                    name=worker_id,
+                    user=config.nats_user,
+                    password=config.nats_password,
+                    credentials=config.nats_credentials,
+                    connect_timeout_s=config.nats_connect_timeout_s,
+                )
             )
             runtime = Runtime(
                 service=self._service,

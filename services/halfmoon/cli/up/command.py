@@ -13,7 +13,7 @@ from pathlib import Path
 from rich.console import Console
 
 from halfmoon.bus.errors import BusError
-from halfmoon.bus.nats import NatsBus
+from halfmoon.bus.nats import NatsBus, NatsSettings
 from halfmoon.cli.up.plan import Endpoints, ProcessSpec, UpOptions, plan_processes
 from halfmoon.cli.up.screen import StartScreen, curl_to_paste, system_table
 from halfmoon.cli.up.servers import ServerMissing
@@ -131,7 +131,7 @@ class _Up:
     async def _announce(self, endpoints: Endpoints, specs: list[ProcessSpec]) -> None:
         """Show the start, and say `ready` once a real generation has passed end to end."""
         console, options = self._console, self._options
-        bus = await NatsBus.connect(endpoints.nats_url, name="halfmoon-up", timeout_s=10.0)
+        bus = await NatsBus.connect(NatsSettings(url=endpoints.nats_url, name="halfmoon-up"))
         watch = Watch(bus)
         try:
             await watch.start()

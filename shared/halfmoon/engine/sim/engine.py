@@ -1,0 +1,225 @@
+"""The simulated engine: keeps a model's time, not its mind."""
+
+import asyncio
+import hashlib
+import math
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from halfmoon.engine.contract import (
+    ChunkSink,
+    ChunkWritten,
+    DecodeSpec,
+    EngineError,
+    EngineFull,
+    EngineStats,
+    Sampled,
+    SequenceClosed,
+    SequenceSpec,
+)
+from halfmoon.engine.sim.tokens import KV_BYTES_PER_TOKEN, completion_seed, completion_token, prompt_kv
+from halfmoon.models import ModelFolder
+from halfmoon.schemas.ids import ModelName
+from halfmoon.schemas.model import ModelCard
+from halfmoon.schemas.requests import TokenLogprob, TopLogprob
+
+SIM_KV_BYTES_PER_TOKEN = KV_BYTES_PER_TOKEN
+LAYOUT = "sim.v1"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SimEngineConfig:
+    model: Path
+    """Gives tokenizer, vocabulary and context length; its weights aren't read and needn't be there."""
+    name: str
+    chunk_tokens: int = 256
+    kv_tokens: int = 16_384
+    prefill_tokens_per_s: float = 20_000.0
+    decode_step_s: float = 0.02
+    load_s: float = 0.0
+
+
+@dataclass(slots=True)
+class _Sequence:
+    spec: SequenceSpec
+    kv: bytearray
+    """What was loaded and computed of the prompt's KV."""
+    is_running: bool = False
+    closed: asyncio.Event = field(default_factory=asyncio.Event)
+
+
+class SimEngine:
+    """See `halfmoon.engine.contract.Engine`. Prompts are computed one after the other, tokens side by side."""
+
+    def __init__(self, config: SimEngineConfig) -> None:
+        self._config = config
+        self._sequences: dict[str, _Sequence] = {}
+        self._free_tokens = config.kv_tokens
+        self._computing = asyncio.Lock()
+        self._card: ModelCard | None = None
+        self._num_steps = 0
+
+    @property
+    def card(self) -> ModelCard:
+        if self._card is None:
+            raise EngineError("the engine has not been started")
+        return self._card
+
+    async def start(self, progress: Callable[[float], None] = lambda done: None) -> ModelCard:
+        config = self._config
+        model = ModelFolder.open(config.model)
+        for tenth in range(1, 11):
+            await asyncio.sleep(config.load_s / 10)
+            progress(tenth / 10)
+        identity = f"sim\0{sorted(model.config.items())!r}"
+        self._card = ModelCard(
+            name=ModelName(config.name),
+            engine="sim",
+            fingerprint=hashlib.sha256(identity.encode()).hexdigest(),
+            kv_dtype="uint8",
+            layout=LAYOUT,
+            kv_bytes_per_token=KV_BYTES_PER_TOKEN,
+            chunk_tokens=config.chunk_tokens,
+            max_model_tokens=min(model.geometry.max_model_tokens, config.kv_tokens),
+            vocab_size=model.geometry.vocab_size,
+        )
+        return self._card
+
+    def open(self, spec: SequenceSpec) -> None:
+        if spec.seq_id in self._sequences:
+            raise ValueError(f"sequence {spec.seq_id} is open already")
+        if not spec.tokens or spec.max_tokens < len(spec.tokens):
+            raise ValueError(f"max_tokens {spec.max_tokens} doesn't hold the {len(spec.tokens)} tokens given")
+        if spec.max_tokens > self._config.kv_tokens:
+            raise ValueError(f"a sequence of {spec.max_tokens} tokens can't fit in a KV of {self._config.kv_tokens}")
+        if spec.max_tokens > self._free_tokens:
+            raise EngineFull(spec.max_tokens, self._free_tokens)
+        self._free_tokens -= spec.max_tokens
+        self._sequences[spec.seq_id] = _Sequence(spec, bytearray(len(spec.tokens) * KV_BYTES_PER_TOKEN))
+
+    async def load(self, seq_id: str, index: int, num_tokens: int, payload: memoryview) -> None:
+        sequence = self._get(seq_id)
+        start = index * self._config.chunk_tokens
+        if payload.nbytes != num_tokens * KV_BYTES_PER_TOKEN:
+            raise ValueError(
+                f"a payload of {num_tokens} tokens has {num_tokens * KV_BYTES_PER_TOKEN} bytes, this {payload.nbytes}"
+            )
+        if start + num_tokens > len(sequence.spec.tokens):
+            raise ValueError(f"chunk {index} ends at {start + num_tokens}, the prompt at {len(sequence.spec.tokens)}")
+        sequence.kv[start * KV_BYTES_PER_TOKEN : (start + num_tokens) * KV_BYTES_PER_TOKEN] = payload
+
+    async def prefill(
+        self, seq_id: str, start: int, stop: int, sinks: Sequence[ChunkSink]
+    ) -> AsyncIterator[ChunkWritten]:
+        sequence = self._begin(seq_id)
+        self._check_sinks(sequence, start, stop, sinks)
+        try:
+            async with self._computing:
+                for sink in sinks:
+                    first = sink.index * self._config.chunk_tokens
+                    started_ns = time.time_ns()
+                    await self._compute(sequence, first, first + sink.num_tokens)
+                    end = first + sink.num_tokens
+                    sink.payload[:] = sequence.kv[first * KV_BYTES_PER_TOKEN : end * KV_BYTES_PER_TOKEN]
+                    yield ChunkWritten(sink.index, started_ns, time.time_ns())
+        finally:
+            sequence.is_running = False
+
+    async def decode(self, seq_id: str, num_computed: int, spec: DecodeSpec) -> AsyncIterator[Sampled]:
+        sequence = self._begin(seq_id)
+        tokens = sequence.spec.tokens
+        if not 0 <= num_computed < len(tokens):
+            raise ValueError(f"num_computed {num_computed} must leave at least one of {len(tokens)} tokens")
+        try:
+            if num_computed < len(tokens) - 1:
+                async with self._computing:
+                    await self._compute(sequence, num_computed, len(tokens) - 1)
+            prompt_bytes = (len(tokens) - spec.num_known) * KV_BYTES_PER_TOKEN
+            await self._compute(sequence, len(tokens) - 1, len(tokens))
+            seed = completion_seed(memoryview(sequence.kv)[:prompt_bytes])
+            last = spec.num_known + sequence.spec.max_tokens - len(tokens)
+            limit = last if spec.sampling.max_tokens is None else min(last, spec.sampling.max_tokens)
+            for position in range(spec.num_known, max(limit, spec.num_known + 1)):
+                await self._sleep(sequence, self._config.decode_step_s)
+                token = completion_token(seed, position, self.card.vocab_size)
+                yield Sampled(position, token, _certain(token, spec.sampling.logprobs))
+                if token in spec.stop_tokens:
+                    return
+        finally:
+            sequence.is_running = False
+
+    async def close(self, seq_id: str) -> None:
+        sequence = self._sequences.pop(seq_id, None)
+        if sequence is not None:
+            sequence.closed.set()
+            self._free_tokens += sequence.spec.max_tokens
+
+    def stats(self) -> EngineStats:
+        running = sum(1 for sequence in self._sequences.values() if sequence.is_running)
+        return EngineStats(
+            running=running,
+            waiting=len(self._sequences) - running,
+            free_tokens=self._free_tokens,
+            total_tokens=self._config.kv_tokens,
+            steps=self._num_steps,
+            prefill_tokens_per_s=self._config.prefill_tokens_per_s if self._num_steps else None,
+            decode_step_s=self._config.decode_step_s if self._num_steps else None,
+        )
+
+    async def stop(self) -> None:
+        for seq_id in list(self._sequences):
+            await self.close(seq_id)
+
+    async def _compute(self, sequence: _Sequence, start: int, stop: int) -> None:
+        """Take the time of positions `[start, stop)`, and make their KV from what stands before them."""
+        await self._sleep(sequence, (stop - start) / self._config.prefill_tokens_per_s)
+        at = start * KV_BYTES_PER_TOKEN
+        before = bytes(sequence.kv[at - KV_BYTES_PER_TOKEN : at]) if start else bytes(KV_BYTES_PER_TOKEN)
+        for kv in prompt_kv(sequence.spec.tokens[:stop], start, before):
+            sequence.kv[at : at + KV_BYTES_PER_TOKEN] = kv
+            at += KV_BYTES_PER_TOKEN
+
+    async def _sleep(self, sequence: _Sequence, duration_s: float) -> None:
+        """Sleep, or raise `SequenceClosed` as soon as the sequence is closed."""
+        self._num_steps += 1
+        if math.isclose(duration_s, 0.0):
+            await asyncio.sleep(0)
+        else:
+            try:
+                await asyncio.wait_for(sequence.closed.wait(), duration_s)
+            except TimeoutError:
+                return
+        if sequence.closed.is_set():
+            raise SequenceClosed(f"sequence {sequence.spec.seq_id} was closed")
+
+    def _get(self, seq_id: str) -> _Sequence:
+        sequence = self._sequences.get(seq_id)
+        if sequence is None:
+            raise SequenceClosed(f"sequence {seq_id} is not open")
+        return sequence
+
+    def _begin(self, seq_id: str) -> _Sequence:
+        sequence = self._get(seq_id)
+        if sequence.is_running:
+            raise ValueError(f"sequence {seq_id} is being computed already")
+        sequence.is_running = True
+        return sequence
+
+    def _check_sinks(self, sequence: _Sequence, start: int, stop: int, sinks: Sequence[ChunkSink]) -> None:
+        position = start
+        for sink in sinks:
+            if sink.index * self._config.chunk_tokens != position:
+                raise ValueError(f"sink {sink.index} doesn't begin at {position}")
+            position += sink.num_tokens
+        if position != stop or not start < stop <= len(sequence.spec.tokens):
+            raise ValueError(f"the sinks end at {position}, the range is [{start}, {stop})")
+
+
+def _certain(token: int, num_top: int | None) -> TokenLogprob | None:
+    """The simulated engine is always sure."""
+    if num_top is None:
+        return None
+    top = (TopLogprob(token=token, text="", logprob=0.0),) if num_top else ()
+    return TokenLogprob(token=token, text="", logprob=0.0, top=top)
