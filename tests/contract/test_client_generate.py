@@ -67,6 +67,13 @@ async def test_tokens_in_order_and_one_end(client: GenerateClient, cluster: Fake
     assert client.num_open == 0
 
 
+async def test_an_id_is_drawn_where_there_is_none(client: GenerateClient, cluster: FakeCluster) -> None:
+    request = RequestSubmitted(model=MODEL, tokens=(1,))
+    events = await _read(client, request)
+    assert {event.request_id for event in events} == {cluster.seen[0].request_id}
+    assert _text(events) == "moon 😀"
+
+
 async def test_many_at_once_over_one_subscription(client: GenerateClient) -> None:
     results = await asyncio.gather(*(_read(client, _request(f"r-{number}")) for number in range(20)))
     assert {_text(events) for events in results} == {"moon 😀"}

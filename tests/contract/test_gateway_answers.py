@@ -292,12 +292,13 @@ async def test_openai_client_sees_errors_as_its_own(openai: AsyncOpenAI, stand: 
     texts: list[str | None] = []
 
     async def read() -> None:
+        nonlocal texts
         chunks = await openai.chat.completions.create(
             model=MODEL, messages=[{"role": "user", "content": "x"}], stream=True
         )
         async with chunks:
             async for chunk in chunks:
-                texts.append(chunk.choices[0].delta.content)
+                texts += [choice.delta.content for choice in chunk.choices]
 
     with pytest.raises(APIError, match="the decode worker is gone"):
         await read()

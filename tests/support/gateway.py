@@ -65,7 +65,9 @@ async def events_of(response: httpx.Response) -> list[Any]:
 
 
 @asynccontextmanager
-async def standing(model: Path, script: Script, *, cluster_up: bool = True, **settings: Any) -> AsyncIterator[Stand]:
+async def standing(
+    model: Path | None, script: Script, *, cluster_up: bool = True, port: int = 0, **settings: Any
+) -> AsyncIterator[Stand]:
     """A started gateway; stopped, with everything that it holds, at the end."""
     broker = MemoryBroker()
     bus, other = MemoryBus(broker), MemoryBus(broker)
@@ -75,7 +77,7 @@ async def standing(model: Path, script: Script, *, cluster_up: bool = True, **se
     runtime = Runtime(
         service="gateway",
         worker_id=WorkerId("gateway-1"),
-        config=GatewayConfig(model=model, model_name=MODEL, port=0, probe_interval_s=0.05, **settings),
+        config=GatewayConfig(model=model, model_name=MODEL, port=port, probe_interval_s=0.05, **settings),
         bus=bus,
         telemetry=telemetry,
         metrics=Metrics(),

@@ -10,7 +10,7 @@ from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_l
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from halfmoon.gateway.answering import Answering
 from halfmoon.gateway.auth import tenant_of
@@ -92,6 +92,11 @@ def build_app(
         found = _of_route(request, error)
         return Response(found.body(), found.status, found.headers(config.retry_after_s) | dict(error.headers or {}))
 
+    @app.exception_handler(Exception)
+    async def defect(request: Request, _: Exception) -> Response:
+        found = internal_error(f"{request.method} {request.url.path}")
+        return Response(found.body(), found.status, found.headers(config.retry_after_s))
+
     return _Guard(app, log)
 
 
@@ -109,24 +114,14 @@ def _json(body: msgspec.Struct, status: int = 200) -> Response:
 
 
 class _Guard:
-    """The last resort: what no handler caught is logged, and answered without its details."""
+    """Logs what no handler caught: it has been answered, without its details, and the server must not hear of it."""
 
     def __init__(self, app: ASGIApp, log: structlog.stdlib.BoundLogger) -> None:
         self._app = app
         self._log = log
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        started = False
-
-        async def watched(message: Message) -> None:
-            nonlocal started
-            started = True
-            await send(message)
-
         try:
-            await self._app(scope, receive, watched)
+            await self._app(scope, receive, send)
         except Exception:
             self._log.exception("an endpoint failed", path=scope.get("path"))
-            if not started:
-                error = internal_error(str(scope.get("path")))
-                await Response(error.body(), 500, error.headers(1.0))(scope, receive, send)

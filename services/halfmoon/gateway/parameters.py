@@ -85,7 +85,7 @@ def _check_extra(name: str, value: Any) -> None:
 def _named(message: str) -> ApiError:
     """msgspec's "Expected `int`, got `str` - at `$.max_tokens`", as the API says it."""
     if found := _PATH.fullmatch(message):
-        path = found[2].lstrip(".").replace("[...]", "[*]")
+        path = found[2].lstrip(".")
         return bad_request(f"Invalid '{path}': {found[1]}", path, "invalid_type")
     if missing := re.fullmatch(r"Object missing required field `(\w+)`", message):
         return bad_request(f"Missing required parameter: '{missing[1]}'", missing[1], "missing_required_parameter")

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
 
+import msgspec
 import structlog
 
 from halfmoon.bus.codec import Decoder, encode
@@ -95,6 +96,7 @@ class GenerateClient:
         if request.model is None:
             raise ValueError("a request is submitted for a model; set RequestSubmitted.model")
         request_id = request.request_id or new_request_id()
+        request = msgspec.structs.replace(request, request_id=request_id)
         headers = {HEADER_REPLY: f"{self._inbox}.{subjects.token(request_id)}", HEADER_DEADLINE: str(deadline_ns)}
         inject(headers, context or current())
         return self._run(request_id, subjects.request(request.model), request, headers, deadline_ns)
