@@ -9,7 +9,14 @@ CHUNKS: Final = StreamSpec(
     name=subjects.CHUNKS_STREAM,
     subjects=subjects.CHUNK_EVENTS,
     retention=Retention.LIMITS,
-    max_age_s=7 * 24 * 3600.0,
-    max_bytes=512 * 1024 * 1024,
+    max_bytes=1 << 30,
 )
-"""Chunk events. A week, or some 1.5 million chunks, is how long the registry and etcd may be away without a loss."""
+"""Chunk events. Some three million chunks is how far the registry or etcd may fall behind without a loss."""
+
+REQUESTS: Final = StreamSpec(
+    name=subjects.REQUESTS_STREAM,
+    subjects=(subjects.REQUEST_ALL,),
+    retention=Retention.WORK_QUEUE,
+    max_bytes=1 << 30,
+)
+"""Submitted requests, until their end. Some two thousand prompts of 128k tokens; more are refused."""

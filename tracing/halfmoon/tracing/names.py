@@ -18,6 +18,8 @@ from typing import Final
 
 GATEWAY_REQUEST: Final = "gateway.request"
 CONDUCTOR_SCHEDULE: Final = "conductor.schedule"
+CONDUCTOR_REQUEST: Final = "conductor.request"
+"""The root instead of `gateway.request`, where a request came straight over NATS, without a trace."""
 
 PREFILL_REQUEST: Final = "prefill.request"
 PREFILL_QUEUE: Final = "prefill.queue"

@@ -1,0 +1,1 @@
+"""The conductor: takes requests, places their two halves, and watches each to its one terminal message."""

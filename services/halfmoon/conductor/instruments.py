@@ -1,0 +1,36 @@
+"""What the conductor measures."""
+
+from halfmoon.conductor.state import RequestState
+from halfmoon.tracing.metrics import Metrics
+
+
+class Instruments:
+    """All are named `halfmoon_conductor_…`."""
+
+    def __init__(self, metrics: Metrics) -> None:
+        self._requests = metrics.counter("conductor_requests", "Requests by how they left this conductor.", ["outcome"])
+        self._refusals = metrics.counter(
+            "conductor_refusals", "Requests that this conductor ended, by error.", ["code"]
+        )
+        self.undecodable = metrics.counter("conductor_undecodable", "Messages that were no request.")
+        self.no_reply = metrics.counter("conductor_no_reply", "Requests without a subject to reply to.")
+        self._moves = metrics.counter("conductor_moves", "Halves that moved because their worker was lost.", ["half"])
+        self._asked = metrics.counter("conductor_halves", "Halves sent to workers, by answer.", ["half", "answer"])
+        self.adopted = metrics.counter("conductor_adopted", "Redelivered requests that were found running.")
+        self.open_requests = metrics.gauge("conductor_open_requests", "Requests that this conductor owns now.")
+        self.index_chunks = metrics.gauge("conductor_index_chunks", "Distinct chunks in the index.")
+        self.decision = metrics.histogram("conductor_decision", "Time to match and rank, without asking workers.")
+        self.matched_chunks = metrics.counter("conductor_matched_chunks", "Chunks of prompts that were in some pool.")
+        self.prompt_chunks = metrics.counter("conductor_prompt_chunks", "Whole chunks of all prompts placed.")
+
+    def left(self, state: RequestState) -> None:
+        self._requests.labels(state.value).inc()
+
+    def refused(self, code: str) -> None:
+        self._refusals.labels(code).inc()
+
+    def moved(self, half: str) -> None:
+        self._moves.labels(half).inc()
+
+    def asked(self, half: str, answer: str) -> None:
+        self._asked.labels(half, answer).inc()

@@ -1,0 +1,221 @@
+"""Who is there, and how busy: heartbeats, corrected by the halves sent and ended since. Pure: it is told the time.
+
+A heartbeat is up to 250 ms old. Every conductor hears every half that any of them sends, so work on its way counts at
+once; otherwise a burst would all go to the worker that looked free when it began.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import assert_never
+
+from halfmoon.schemas.ids import ModelName, NodeId, RequestId, WorkerId
+from halfmoon.schemas.members import (
+    MEMBER_LOST_AFTER_S,
+    Goodbye,
+    Heartbeat,
+    MemberState,
+    NodeHeartbeat,
+    ServiceHeartbeat,
+    WorkerHeartbeat,
+)
+from halfmoon.schemas.model import ModelCard
+from halfmoon.schemas.splits import DecodeHalf, HalfEnded, PrefillHalf, Role
+
+MAX_MEMBERS = 10_000
+HEARTBEAT_LAG_S = 0.1
+"""A heartbeat heard this long after a half was, counts it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerLoad:
+    """One worker, as policies see it: its last heartbeat, and what was sent to it since."""
+
+    worker: WorkerId
+    role: Role
+    node: NodeId
+    card: ModelCard
+    num_requests: int = 0
+    num_waiting: int = 0
+    max_requests: int = 1
+    queued_tokens: int = 0
+    """Prompt tokens that it still has to compute before it begins with another."""
+    free_tokens: int = 0
+    total_tokens: int = 0
+    prefill_tokens_per_s: float | None = None
+    decode_step_s: float | None = None
+
+    @property
+    def limit_tokens(self) -> int:
+        """Prompt and completion together, at most, of one request here."""
+        return min(self.card.max_model_tokens, self.total_tokens) if self.total_tokens else self.card.max_model_tokens
+
+    @property
+    def occupancy(self) -> float:
+        return self.num_requests / max(1, self.max_requests)
+
+
+@dataclass(frozen=True, slots=True)
+class Cluster:
+    """What a policy decides on."""
+
+    workers: tuple[WorkerLoad, ...]
+    """Those that take work."""
+    nodes: Mapping[NodeId, int]
+    """Live pools, with their epochs."""
+    models: Mapping[ModelName, ModelCard]
+    """Every model that was served at some time, so that `gone for now` and `never heard of` can be told apart."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Sent:
+    """Work that no heartbeat shows yet."""
+
+    compute_tokens: int
+    kv_tokens: int
+    at_s: float
+
+
+@dataclass(slots=True)
+class _Worker:
+    beat: WorkerHeartbeat
+    heard_s: float
+    num_beats: int = 0
+    sent: dict[RequestId, _Sent] = field(default_factory=dict)
+    ended: set[RequestId] = field(default_factory=set)
+
+    def hear(self, beat: WorkerHeartbeat, now_s: float) -> None:
+        shown = {progress.request_id for progress in beat.requests}
+        self.sent = {
+            request_id: sent
+            for request_id, sent in self.sent.items()
+            if request_id not in shown and now_s - sent.at_s < HEARTBEAT_LAG_S
+        }
+        self.ended.clear()
+        self.beat = beat
+        self.heard_s = now_s
+        self.num_beats += 1
+
+    def load(self, card: ModelCard) -> WorkerLoad:
+        beat = self.beat
+        room = max(0, beat.max_requests - beat.num_running)
+        return WorkerLoad(
+            worker=beat.worker,
+            role=beat.role,
+            node=beat.node,
+            card=card,
+            num_requests=max(0, beat.num_running + beat.num_waiting + len(self.sent) - len(self.ended)),
+            num_waiting=beat.num_waiting + max(0, len(self.sent) - room),
+            max_requests=beat.max_requests,
+            queued_tokens=beat.queued_tokens + sum(sent.compute_tokens for sent in self.sent.values()),
+            free_tokens=max(0, beat.free_tokens - sum(sent.kv_tokens for sent in self.sent.values())),
+            total_tokens=beat.total_tokens,
+            prefill_tokens_per_s=beat.prefill_tokens_per_s,
+            decode_step_s=beat.decode_step_s,
+        )
+
+
+class Members:
+    """The load view of one conductor."""
+
+    def __init__(self) -> None:
+        self._workers: dict[WorkerId, _Worker] = {}
+        self._nodes: dict[NodeId, tuple[NodeHeartbeat, float]] = {}
+        self._models: dict[ModelName, ModelCard] = {}
+
+    def hear(self, heartbeat: Heartbeat, now_s: float) -> WorkerId | None:
+        """Take in a heartbeat. Returns the worker whose life it ends: by a goodbye, or by being a new life's first."""
+        match heartbeat:
+            case WorkerHeartbeat():
+                return self._hear_worker(heartbeat, now_s)
+            case NodeHeartbeat():
+                known = self._nodes.get(heartbeat.node)
+                if (known is None or known[0].epoch <= heartbeat.epoch) and len(self._nodes) < MAX_MEMBERS:
+                    self._nodes[heartbeat.node] = (heartbeat, now_s)
+                return None
+            case ServiceHeartbeat():
+                return None
+            case Goodbye():
+                for node in [node for node, (beat, _) in self._nodes.items() if beat.worker == heartbeat.worker]:
+                    del self._nodes[node]
+                return heartbeat.worker if self._workers.pop(heartbeat.worker, None) is not None else None
+            case _ as unreachable:
+                assert_never(unreachable)
+
+    def _hear_worker(self, beat: WorkerHeartbeat, now_s: float) -> WorkerId | None:
+        if beat.card is not None:
+            self._models[beat.card.name] = beat.card
+        known = self._workers.get(beat.worker)
+        if known is not None and beat.started_ns < known.beat.started_ns:
+            return None
+        if known is not None and beat.started_ns == known.beat.started_ns:
+            known.hear(beat, now_s)
+            return None
+        if known is not None or len(self._workers) < MAX_MEMBERS:
+            self._workers[beat.worker] = _Worker(beat, now_s, num_beats=1)
+        return beat.worker if known is not None else None
+
+    def expire(self, now_s: float) -> list[WorkerId]:
+        """Forget those that are overdue; the workers among them."""
+        for node in [node for node, (_, at_s) in self._nodes.items() if now_s - at_s > MEMBER_LOST_AFTER_S]:
+            del self._nodes[node]
+        lost = [worker for worker, known in self._workers.items() if now_s - known.heard_s > MEMBER_LOST_AFTER_S]
+        for worker in lost:
+            del self._workers[worker]
+        return lost
+
+    def sent_prefill(self, worker: WorkerId, half: PrefillHalf, now_s: float) -> None:
+        card = self.card_of(worker)
+        reused = len(half.reuse) * card.chunk_tokens if card is not None else 0
+        self._sent(worker, half.request_id, max(1, len(half.tokens) - reused), len(half.tokens), now_s)
+
+    def sent_decode(self, worker: WorkerId, half: DecodeHalf, now_s: float) -> None:
+        computes = len(half.tokens) if half.prefill_worker is None else 1
+        kv_tokens = len(half.tokens) + (half.sampling.max_tokens or 0)
+        self._sent(worker, half.request_id, computes, kv_tokens, now_s)
+
+    def _sent(self, worker: WorkerId, request_id: RequestId, compute_tokens: int, kv_tokens: int, now_s: float) -> None:
+        known = self._workers.get(worker)
+        if known is not None and all(progress.request_id != request_id for progress in known.beat.requests):
+            known.sent[request_id] = _Sent(compute_tokens, kv_tokens, now_s)
+
+    def refused(self, worker: WorkerId, request_id: RequestId) -> None:
+        """It didn't take the half after all."""
+        known = self._workers.get(worker)
+        if known is not None:
+            known.sent.pop(request_id, None)
+
+    def half_ended(self, ended: HalfEnded) -> None:
+        known = self._workers.get(ended.worker)
+        if known is None or known.sent.pop(ended.request_id, None) is not None:
+            return
+        if any(progress.request_id == ended.request_id for progress in known.beat.requests):
+            known.ended.add(ended.request_id)
+
+    def card_of(self, worker: WorkerId) -> ModelCard | None:
+        known = self._workers.get(worker)
+        return known.beat.card if known is not None else None
+
+    def life_of(self, worker: WorkerId) -> int | None:
+        """Start time of the worker's present life; None where it isn't there."""
+        known = self._workers.get(worker)
+        return known.beat.started_ns if known is not None else None
+
+    def num_beats(self, worker: WorkerId) -> int:
+        """Heartbeats heard of this life of the worker; 0 where it isn't there."""
+        known = self._workers.get(worker)
+        return known.num_beats if known is not None else 0
+
+    def runners(self, request_id: RequestId) -> Iterator[tuple[WorkerId, Role]]:
+        """The workers whose last heartbeat names the request."""
+        for worker, known in self._workers.items():
+            if any(progress.request_id == request_id for progress in known.beat.requests):
+                yield worker, known.beat.role
+
+    def cluster(self) -> Cluster:
+        workers = tuple(
+            known.load(known.beat.card)
+            for known in self._workers.values()
+            if known.beat.state is MemberState.SERVING and known.beat.card is not None
+        )
+        nodes = {node: beat.epoch for node, (beat, _) in self._nodes.items() if beat.state is not MemberState.LOADING}
+        return Cluster(workers, nodes, dict(self._models))

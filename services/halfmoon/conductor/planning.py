@@ -1,0 +1,84 @@
+"""From a prompt and the state of the cluster to a plan: keys, match, admission, ranking. No I/O."""
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+
+from halfmoon.chunks.keys import Namespace, chunk_keys
+from halfmoon.conductor.index import ChunkIndex
+from halfmoon.conductor.instruments import Instruments
+from halfmoon.conductor.members import Cluster, Members
+from halfmoon.conductor.policy import Ask, Costs, Plan, Policy, admit
+from halfmoon.schemas.ids import ModelName, RequestId, TenantId
+from halfmoon.schemas.model import ModelCard
+from halfmoon.schemas.wire import Error
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """A plan, and what it was made from."""
+
+    plan: Plan
+    cluster: Cluster
+    ask: Ask
+    root: bytes
+
+    @property
+    def card(self) -> ModelCard:
+        return self.plan.card
+
+
+class Planner:
+    """Decides for one conductor."""
+
+    def __init__(
+        self,
+        policy: Policy,
+        costs: Costs,
+        members: Members,
+        index: Callable[[], ChunkIndex],
+        tenant_salts: Mapping[str, str],
+        instruments: Instruments,
+    ) -> None:
+        self._policy = policy
+        self._costs = costs
+        self._members = members
+        self._index = index
+        self._tenant_salts = tenant_salts
+        self._instruments = instruments
+        self._turn = 0
+
+    def decide(
+        self, request_id: RequestId, model: ModelName, tenant: TenantId, tokens: tuple[int, ...], max_tokens: int | None
+    ) -> Decision | Error:
+        """Whom to ask for both halves; or why nobody can be asked."""
+        started_s = time.perf_counter()
+        cluster = self._members.cluster()
+        card = next((worker.card for worker in cluster.workers if worker.card.name == model), None)
+        ask = Ask(
+            request_id=request_id,
+            num_tokens=len(tokens),
+            max_tokens=max_tokens,
+            has_chunks=card is not None and has_chunks(len(tokens), card),
+        )
+        candidates = admit(model, ask, cluster, self._costs)
+        if isinstance(candidates, Error):
+            return candidates
+        root = self.root(candidates.card, tenant)
+        keys = chunk_keys(root, tokens, candidates.card.chunk_tokens)
+        ask = replace(ask, match=self._index().match(keys, cluster.nodes))
+        plan = self._policy.rank(ask, candidates, self._costs, self._turn)
+        self._turn += 1
+        self._instruments.matched_chunks.inc(len(ask.match))
+        self._instruments.prompt_chunks.inc(len(keys))
+        self._instruments.decision.observe(time.perf_counter() - started_s)
+        return Decision(plan, cluster, ask, root)
+
+    def root(self, card: ModelCard, tenant: TenantId) -> bytes:
+        """Root of the chunk keys: tenants share KV only where they share a salt."""
+        return Namespace.of(card, tenant_salt=self._tenant_salts.get(tenant, tenant)).root()
+
+
+def has_chunks(num_tokens: int, card: ModelCard) -> bool:
+    """Whether prefill provides anything for a prompt of this length: see `plan_chunks`."""
+    return num_tokens >= card.chunk_tokens or num_tokens % card.chunk_tokens > 1

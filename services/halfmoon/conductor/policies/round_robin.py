@@ -1,0 +1,24 @@
+"""The baseline: workers take turns, whatever they hold and however busy they are."""
+
+from collections.abc import Sequence
+
+from halfmoon.conductor.members import WorkerLoad
+from halfmoon.conductor.policy import Ask, Candidates, Costs, DecodeChoice, Plan, PrefillChoice
+
+
+class RoundRobin:
+    """Reuses what the chosen node happens to hold, and pulls nothing."""
+
+    def rank(self, ask: Ask, candidates: Candidates, costs: Costs, turn: int) -> Plan:
+        prefills = tuple(
+            PrefillChoice(worker=worker, num_reused=ask.match.num_leading(worker.node))
+            for worker in _from(candidates.prefills, turn)
+        )
+        decodes = tuple(DecodeChoice(worker=worker) for worker in _from(candidates.decodes, turn))
+        return Plan(candidates.card, prefills if ask.has_chunks else (), decodes, f"turn {turn}")
+
+
+def _from(workers: Sequence[WorkerLoad], turn: int) -> list[WorkerLoad]:
+    ordered = sorted(workers, key=lambda worker: worker.worker)
+    first = turn % len(ordered) if ordered else 0
+    return ordered[first:] + ordered[:first]

@@ -1,0 +1,218 @@
+"""Admission: whether a request can be served, and by whom at all. Pure; `policies/` ranks those that can.
+
+request ─ admit ─▶ Rejection, or Candidates (one model card, its workers) ─ Policy.rank ─▶ Plan
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from halfmoon.conductor.index import Match
+from halfmoon.conductor.members import Cluster, WorkerLoad
+from halfmoon.schemas.ids import ModelName, NodeId, RequestId
+from halfmoon.schemas.kv_tier import ChunkSource
+from halfmoon.schemas.model import ModelCard
+from halfmoon.schemas.splits import Role
+from halfmoon.schemas.wire import Error, ErrorCode
+
+MAX_SOURCES = 3
+"""Nodes named per chunk: one may have evicted it meanwhile, hardly three."""
+MAX_NAMED_MODELS = 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Costs:
+    """What a policy assumes where nobody has measured, and when a queue is full."""
+
+    pull_bytes_per_s: float = 1e9
+    prefill_tokens_per_s: float = 2_000.0
+    max_waiting_per_worker: int = 64
+    retry_after_s: float = 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ask:
+    """What a request needs."""
+
+    request_id: RequestId
+    num_tokens: int
+    """Of the prompt."""
+    max_tokens: int | None
+    has_chunks: bool
+    """Whether prefill has anything to do for it. A prompt of one token leaves all to decode."""
+    match: Match = field(default_factory=Match)
+
+
+@dataclass(frozen=True, slots=True)
+class Candidates:
+    """Workers that can serve one request together: all have the same KV. Neither list is ever empty, but `prefills`
+    where no prefill is needed, or only colocated workers are there."""
+
+    card: ModelCard
+    prefills: tuple[WorkerLoad, ...]
+    decodes: tuple[WorkerLoad, ...]
+    """Decode and colocated workers."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrefillChoice:
+    worker: WorkerLoad
+    num_reused: int
+    """Chunks that it is to take from the pool; the rest is cheaper to compute, or nowhere."""
+    num_pulled: int = 0
+    """Of these, how many come from other nodes."""
+    cost_s: float = 0.0
+    """Estimated time until the prompt's KV is there."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecodeChoice:
+    worker: WorkerLoad
+    cost_s: float = 0.0
+
+    @property
+    def is_colocated(self) -> bool:
+        return self.worker.role is Role.COLOCATED
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Whom to ask, best first. Nothing has been asked yet."""
+
+    card: ModelCard
+    prefills: tuple[PrefillChoice, ...]
+    decodes: tuple[DecodeChoice, ...]
+    reason: str
+    """Why the first of each is the first, for a trace."""
+
+
+class Policy(Protocol):
+    def rank(self, ask: Ask, candidates: Candidates, costs: Costs, turn: int) -> Plan:
+        """Order the candidates; each list keeps all of its workers. `turn` numbers the decisions of this conductor."""
+
+
+def admit(model: ModelName, ask: Ask, cluster: Cluster, costs: Costs) -> Candidates | Error:
+    """Those that can serve the request, or why nobody can."""
+    card = card_of(model, cluster)
+    if isinstance(card, Error):
+        return card
+    groups = _groups(model, cluster, ask)
+    usable = [group for group in groups if group.decodes and (group.prefills or _needs_no_prefill(ask, group))]
+    if not usable:
+        missing = "prefill" if any(group.decodes for group in groups) else "decode" if groups else "prefill or decode"
+        return Error(
+            code=ErrorCode.NO_WORKERS,
+            message=f"no {missing} worker serves {model!r} now; start one, or try again when it has come up",
+            retry_after_s=costs.retry_after_s,
+        )
+    fitting = [fits for group in usable if (fits := _fitting(group, ask)) is not None]
+    if not fitting:
+        limit = max(worker.limit_tokens for group in usable for worker in group.decodes)
+        return Error(
+            code=ErrorCode.PROMPT_TOO_LONG,
+            message=f"the prompt has {ask.num_tokens} tokens; with at least one token of completion, "
+            f"{limit} fit: shorten it to {limit - 1}",
+        )
+    free = [room for group in fitting if (room := _with_room(group, ask, costs)) is not None]
+    if not free:
+        return Error(
+            code=ErrorCode.OVERLOADED,
+            message=f"all workers for {model!r} have {costs.max_waiting_per_worker} requests waiting; try again later",
+            retry_after_s=costs.retry_after_s,
+        )
+    # Two groups mean that one model is being replaced by another build of it: the less busy one takes more.
+    return min(free, key=lambda group: sum(worker.occupancy for worker in group.decodes) / len(group.decodes))
+
+
+def card_of(model: ModelName, cluster: Cluster) -> ModelCard | Error:
+    """The card of a model that is served now, or was before. An unknown one is told from one that is away."""
+    for worker in cluster.workers:
+        if worker.card.name == model:
+            return worker.card
+    if model in cluster.models:
+        return cluster.models[model]
+    if not cluster.models:
+        return Error(code=ErrorCode.NO_WORKERS, message="no worker is there yet; try again when one has come up")
+    names = ", ".join(repr(name) for name in sorted(cluster.models)[:MAX_NAMED_MODELS])
+    return Error(code=ErrorCode.MODEL_NOT_FOUND, message=f"no model {model!r} is served here; there is {names}")
+
+
+def check_tokens(tokens: Sequence[int], card: ModelCard) -> Error | None:
+    """Why these can't be a prompt of this model; None where they can."""
+    if not tokens:
+        return Error(code=ErrorCode.INVALID_REQUEST, message="the prompt is empty; give at least one token")
+    if min(tokens) < 0 or max(tokens) >= card.vocab_size:
+        place, wrong = next((at, token) for at, token in enumerate(tokens) if not 0 <= token < card.vocab_size)
+        return Error(
+            code=ErrorCode.INVALID_REQUEST,
+            message=f"token {place} of the prompt is {wrong}; ids of {card.name!r} go from 0 to {card.vocab_size - 1}",
+        )
+    return None
+
+
+def max_tokens(requested: int | None, num_prompt_tokens: int, limit_tokens: int) -> int:
+    """Completion tokens at most: as requested, but no more than the prompt leaves room for."""
+    left = limit_tokens - num_prompt_tokens
+    return left if requested is None else min(requested, left)
+
+
+def sources(match: Match, num_reused: int, node: NodeId, cluster: Cluster) -> tuple[tuple[ChunkSource, ...], ...]:
+    """For each chunk to reuse, where it is: on the prefill worker's own node first."""
+    return tuple(
+        tuple(
+            ChunkSource(node=holder, epoch=cluster.nodes[holder])
+            for holder in sorted(holders, key=lambda holder: (holder != node, holder))[:MAX_SOURCES]
+        )
+        for holders in match.holders[:num_reused]
+    )
+
+
+def _kv_identity(card: ModelCard) -> tuple[str, str, str, int, int]:
+    """What two workers must agree in to pass KV between them."""
+    return card.fingerprint, card.kv_dtype, card.layout, card.chunk_tokens, card.kv_bytes_per_token
+
+
+def _groups(model: ModelName, cluster: Cluster, ask: Ask) -> list[Candidates]:
+    cards: dict[tuple[str, str, str, int, int], ModelCard] = {}
+    prefills: dict[tuple[str, str, str, int, int], list[WorkerLoad]] = {}
+    decodes: dict[tuple[str, str, str, int, int], list[WorkerLoad]] = {}
+    for worker in cluster.workers:
+        if worker.card.name != model:
+            continue
+        identity = _kv_identity(worker.card)
+        cards.setdefault(identity, worker.card)
+        side = prefills if worker.role is Role.PREFILL else decodes
+        side.setdefault(identity, []).append(worker)
+    groups: list[Candidates] = []
+    for identity, card in cards.items():
+        there = tuple(prefills.get(identity, ()))
+        takers = decodes.get(identity, [])
+        if ask.has_chunks and not there:
+            takers = [worker for worker in takers if worker.role is Role.COLOCATED] or takers
+        groups.append(Candidates(card, there, tuple(takers)))
+    return groups
+
+
+def _needs_no_prefill(ask: Ask, group: Candidates) -> bool:
+    return not ask.has_chunks or all(worker.role is Role.COLOCATED for worker in group.decodes)
+
+
+def _fitting(group: Candidates, ask: Ask) -> Candidates | None:
+    return _only(group, ask, lambda worker: ask.num_tokens < worker.limit_tokens)
+
+
+def _with_room(group: Candidates, ask: Ask, costs: Costs) -> Candidates | None:
+    return _only(group, ask, lambda worker: worker.num_waiting < costs.max_waiting_per_worker)
+
+
+class _Keep(Protocol):
+    def __call__(self, worker: WorkerLoad, /) -> bool: ...
+
+
+def _only(group: Candidates, ask: Ask, keep: _Keep) -> Candidates | None:
+    """The group without those that `keep` refuses; None where it can't serve any more."""
+    prefills = tuple(worker for worker in group.prefills if keep(worker))
+    decodes = tuple(worker for worker in group.decodes if keep(worker))
+    if ask.has_chunks and not prefills:
+        decodes = tuple(worker for worker in decodes if worker.role is Role.COLOCATED)
+    return Candidates(group.card, prefills, decodes) if decodes else None

@@ -1,0 +1,148 @@
+"""One request while this conductor owns it: what is decided, and what was heard of it. No effects."""
+
+import asyncio
+from collections import OrderedDict
+from collections.abc import Iterator
+from typing import TypeVar
+
+from halfmoon.bus.protocol import Delivery
+from halfmoon.conductor.intake import Submission
+from halfmoon.conductor.state import INITIAL, TABLE, RequestEvent, RequestState
+from halfmoon.machine import Machine
+from halfmoon.schemas.ids import RequestId, TransferId, WorkerId
+from halfmoon.schemas.model import ModelCard
+from halfmoon.schemas.splits import HalfEnded, Role
+from halfmoon.tracing import Context
+
+
+class OpenRequest:
+    """What others tell is latched in fields, and `changed` is set: nothing queues up, nothing is lost."""
+
+    def __init__(self, submission: Submission, delivery: Delivery, context: Context) -> None:
+        self.submission = submission
+        self.delivery = delivery
+        """The latest one: the broker may deliver again what is open here."""
+        self.context = context
+        """Parent of both halves' spans."""
+        self.machine: Machine[RequestState, RequestEvent] = Machine(TABLE, INITIAL)
+        self.changed = asyncio.Event()
+        self.tokens: tuple[int, ...] = ()
+        self.card: ModelCard | None = None
+        self.transfer_id: TransferId | None = None
+        self.attempt = 1
+        self.num_moves = 0
+        self.decode_worker: WorkerId | None = None
+        self.decode_life: int | None = None
+        """Start time of that life of the worker which has the half."""
+        self.is_certain = False
+        """Whether the decode worker is known to have it: it said so, or a heartbeat did."""
+        self.last_shown_beat = 0
+        """Number of the worker's last heartbeat that named it, or that came before it was sent."""
+        self.prefill_worker: WorkerId | None = None
+        """None where prefill has ended, or there is nothing for it to do."""
+        self.prefill_life: int | None = None
+        self.cancel_reason: str | None = None
+        self.is_cancel_sent = False
+        self.late_since_ns: int | None = None
+        """When the workers were told that the deadline has passed."""
+        self.is_handed_back = False
+        self._decode_ends: dict[WorkerId, HalfEnded] = {}
+
+    @property
+    def request_id(self) -> RequestId:
+        return self.submission.request_id
+
+    @property
+    def state(self) -> RequestState:
+        return self.machine.state
+
+    @property
+    def decode_end(self) -> HalfEnded | None:
+        """How the decode worker ended the request, once it has."""
+        return self._decode_ends.get(self.decode_worker) if self.decode_worker is not None else None
+
+    def cancel(self, reason: str) -> None:
+        if self.cancel_reason is None:
+            self.cancel_reason = reason
+            self.changed.set()
+
+    def hand_back(self) -> None:
+        self.is_handed_back = True
+        self.changed.set()
+
+    def half_ended(self, ended: HalfEnded) -> None:
+        if ended.role is Role.PREFILL:
+            self.prefill_done(ended.worker)
+        else:
+            self._decode_ends[ended.worker] = ended
+            self.changed.set()
+
+    def prefill_done(self, worker: WorkerId) -> None:
+        """Decode has all of its KV, or prefill has told it that no more will come."""
+        if self.prefill_worker == worker:
+            self.prefill_worker = None
+
+    def shown(self, worker: WorkerId, beat: int) -> None:
+        """A decode worker's heartbeat named this request."""
+        if self.decode_worker in (None, worker):
+            self.is_certain = True
+            self.last_shown_beat = beat
+        if self.decode_worker is None:
+            self.changed.set()
+
+
+_V = TypeVar("_V")
+
+
+class OpenRequests:
+    """All that this conductor owns, and those that ended not long ago."""
+
+    def __init__(self, max_remembered: int = 20_000) -> None:
+        self._open: dict[RequestId, OpenRequest] = {}
+        self._ended: OrderedDict[RequestId, None] = OrderedDict()
+        self._cancelled: OrderedDict[RequestId, str] = OrderedDict()
+        self._max_remembered = max_remembered
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+    def __iter__(self) -> Iterator[OpenRequest]:
+        return iter(tuple(self._open.values()))
+
+    def get(self, request_id: RequestId) -> OpenRequest | None:
+        return self._open.get(request_id)
+
+    def add(self, request: OpenRequest) -> None:
+        """Also cancels it at once, where its cancel was heard before it."""
+        self._open[request.request_id] = request
+        reason = self._cancelled.pop(request.request_id, None)
+        if reason is not None:
+            request.cancel(reason)
+
+    def remove(self, request: OpenRequest) -> None:
+        self._open.pop(request.request_id, None)
+
+    def cancel(self, request_id: RequestId, reason: str) -> None:
+        """Cancel it; or remember that, should it still wait in the broker."""
+        request = self._open.get(request_id)
+        if request is not None:
+            request.cancel(reason)
+        elif request_id not in self._ended:
+            self._remember(self._cancelled, request_id, reason)
+
+    def ended(self, request_id: RequestId) -> None:
+        """Somebody has told its client the end."""
+        self._cancelled.pop(request_id, None)
+        self._remember(self._ended, request_id, None)
+
+    def has_ended(self, request_id: RequestId) -> bool:
+        return request_id in self._ended
+
+    def on_worker(self, worker: WorkerId) -> Iterator[OpenRequest]:
+        return (request for request in self if worker in (request.decode_worker, request.prefill_worker))
+
+    def _remember(self, memory: OrderedDict[RequestId, _V], request_id: RequestId, value: _V) -> None:
+        memory[request_id] = value
+        memory.move_to_end(request_id)
+        while len(memory) > self._max_remembered:
+            memory.popitem(last=False)

@@ -1,0 +1,178 @@
+"""The shell of the conductor: it builds the parts, and keeps their tasks."""
+
+import asyncio
+import os
+from collections.abc import Coroutine
+
+from halfmoon.bus.errors import BusError
+from halfmoon.conductor.config import ConductorConfig
+from halfmoon.conductor.dispatch import Dispatcher
+from halfmoon.conductor.ears import Ears
+from halfmoon.conductor.flights import Flights
+from halfmoon.conductor.front import DURABLE, Front
+from halfmoon.conductor.indexer import Indexer
+from halfmoon.conductor.instruments import Instruments
+from halfmoon.conductor.intake import Reader
+from halfmoon.conductor.members import Members
+from halfmoon.conductor.owner import Owner, Parts
+from halfmoon.conductor.planning import Planner
+from halfmoon.conductor.policies import policy_named
+from halfmoon.conductor.policy import Costs
+from halfmoon.conductor.requests import OpenRequests
+from halfmoon.conductor.speaker import Speaker
+from halfmoon.conductor.texts import Texts
+from halfmoon.lifecycle import Runtime, StartupError
+from halfmoon.schemas import subjects
+from halfmoon.schemas.members import HEARTBEAT_INTERVAL_S, MemberState, ServiceHeartbeat
+from halfmoon.text import TextError
+
+VERSION = "0.1.0"
+
+
+class Conductor:
+    """See `halfmoon.lifecycle.Service` for its life."""
+
+    def __init__(self, runtime: Runtime[ConductorConfig]) -> None:
+        self._runtime = runtime
+        self._config = runtime.config
+        self._state = MemberState.LOADING
+        self._tasks: list[asyncio.Task[None]] = []
+        self._front: Front | None = None
+        config, bus, log = runtime.config, runtime.bus, runtime.log
+        self.instruments = Instruments(runtime.metrics)
+        self.members = Members()
+        self.flights = Flights()
+        self.requests = OpenRequests()
+        self.indexer = Indexer(bus, log, page_timeout_s=config.snapshot_timeout_s)
+        self._ears = Ears(bus, runtime.worker_id, self.members, self.flights, self.requests, self.instruments, log)
+
+    async def start(self) -> None:
+        """Raises `StartupError` where the tokenizer can't be loaded, or the broker has no JetStream."""
+        try:
+            texts = await Texts.load(self._config.model, self._config.model_name)
+        except TextError as error:
+            raise StartupError(str(error)) from error
+        await self._ears.open()
+        self._keep(self.indexer.run(), "index")
+        self._keep(self._look_after_members(), "members")
+        self._keep(self._stay_in_progress(), "in-progress acks")
+        front = self._front = self._build_front(texts)
+        try:
+            service = await self._runtime.bus.add_service("halfmoon-conductor", VERSION, "Places requests on workers.")
+            record = service.add_endpoint("generate", subjects.GENERATE_ALL, DURABLE)
+            # Heartbeats first: a request that comes before them would be told that nobody is there.
+            await asyncio.sleep(2 * HEARTBEAT_INTERVAL_S)
+            await front.open(record, ack_wait_s=self._config.ack_wait_s, max_in_flight=self._config.max_in_flight)
+        except BusError as error:
+            raise StartupError(f"the conductor can't take requests: {error}") from error
+        self._state = MemberState.SERVING
+
+    async def drain(self) -> None:
+        """Takes no more; finishes what it owns, and hands back what takes longer than most of the time it has."""
+        self._state = MemberState.DRAINING
+        if self._front is None:
+            return
+        timeout_s = self._config.drain_timeout_s
+        hand_back = asyncio.get_running_loop().call_later(0.8 * timeout_s, self._hand_back)
+        try:
+            await self._front.drain(timeout_s)
+        finally:
+            hand_back.cancel()
+
+    async def stop(self) -> None:
+        self._state = MemberState.DRAINING
+        if self._front is not None:
+            await self._front.close()
+        await self._ears.close()
+        tasks, self._tasks = self._tasks, []
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    def heartbeat(self) -> ServiceHeartbeat:
+        return ServiceHeartbeat(
+            worker=self._runtime.worker_id,
+            service=self._runtime.service,
+            started_ns=self._runtime.started_ns,
+            state=self._state,
+            pid=os.getpid(),
+        )
+
+    def _build_front(self, texts: Texts) -> Front:
+        config, bus, log = self._config, self._runtime.bus, self._runtime.log
+        costs = Costs(
+            pull_bytes_per_s=config.pull_bytes_per_s,
+            prefill_tokens_per_s=config.assumed_prefill_tokens_per_s,
+            max_waiting_per_worker=config.max_waiting_per_worker,
+            retry_after_s=config.retry_after_s,
+        )
+        planner = Planner(
+            policy_named(config.policy),
+            costs,
+            self.members,
+            lambda: self.indexer.index,
+            config.tenant_salts,
+            self.instruments,
+        )
+        dispatcher = Dispatcher(
+            bus,
+            self._runtime.worker_id,
+            self.members,
+            self.flights,
+            self.instruments,
+            log,
+            timeout_s=config.split_timeout_s,
+            max_attempts=config.split_attempts,
+        )
+        speaker = Speaker(bus, self.instruments)
+        owner = Owner(
+            Parts(
+                config=config,
+                planner=planner,
+                dispatcher=dispatcher,
+                members=self.members,
+                flights=self.flights,
+                requests=self.requests,
+                speaker=speaker,
+                texts=texts,
+                tracer=self._runtime.telemetry.tracer,
+                instruments=self.instruments,
+                log=log,
+            )
+        )
+        reader = Reader(config.request_timeout_s)
+        return Front(bus, reader, owner, self.requests, speaker, self.instruments, log, self._is_draining)
+
+    def _is_draining(self) -> bool:
+        return self._state is MemberState.DRAINING
+
+    def _hand_back(self) -> None:
+        for request in self.requests:
+            request.hand_back()
+
+    def _keep(self, run: Coroutine[None, None, None], name: str) -> None:
+        """Own a task that must not end by itself."""
+        task = asyncio.create_task(run, name=f"conductor {name}")
+        task.add_done_callback(self._on_task_end)
+        self._tasks.append(task)
+
+    def _on_task_end(self, task: asyncio.Task[None]) -> None:
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._runtime.fail(f"the task {task.get_name()!r} failed: {error!r}")
+
+    async def _look_after_members(self) -> None:
+        while True:
+            await asyncio.sleep(HEARTBEAT_INTERVAL_S)
+            self._ears.expire_members()
+            self.instruments.index_chunks.set(len(self.indexer.index))
+
+    async def _stay_in_progress(self) -> None:
+        """Tell the broker, well within `ack_wait_s`, that what is open here is still being worked on."""
+        while True:
+            await asyncio.sleep(self._config.ack_wait_s / 3)
+            for request in self.requests:
+                try:
+                    await request.delivery.in_progress()
+                except BusError as error:
+                    self._runtime.log.warning("the broker can't be told of work in progress", error=str(error))
+                    break
