@@ -1,8 +1,8 @@
 """The attention function that transformers' layers call, over our paged KV.
 
 transformers looks up the function by name (`attn_implementation`) and hands it the queries, keys and values of the
-tokens in this step, with rotary embedding applied, packed into one row. We store the keys and values, then attend per sequence
-over everything that it has. What a step consists of travels as the keyword `paged_step`.
+tokens in this step, with rotary embedding applied, packed into one row. We store the keys and values, then attend per
+sequence over everything that it has. What a step consists of travels as the keyword `paged_step`.
 <https://huggingface.co/docs/transformers/main/en/attention_interface>
 """
 
