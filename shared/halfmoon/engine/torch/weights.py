@@ -48,9 +48,7 @@ def _from_gguf(model: ModelFolder, dtype: torch.dtype) -> PreTrainedModel:
 
 def _check_attention(loaded: PreTrainedModel, model: ModelFolder) -> None:
     """Whether the class uses the attention interface: one that doesn't would ignore our KV and answer wrongly."""
-    supports = (
-        getattr(loaded, "_supports_attention_backend", False) or getattr(loaded, "_can_set_attn_implementation", bool)()
-    )
+    supports = getattr(loaded, "_supports_attention_backend", False)
     layers = [module for module in loaded.modules() if isinstance(getattr(module, "layer_idx", None), int)]
     if not supports or not layers:
         raise ModelUnsupported(
