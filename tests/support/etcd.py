@@ -90,6 +90,12 @@ class EtcdServer:
     def thaw(self) -> None:
         os.kill(self.pid, signal.SIGCONT)
 
+    def enable_auth(self, user: str, password: str) -> None:
+        """From now on only this user, who may do everything, is let in."""
+        for command in (["user", "add", user, f"--new-user-password={password}"], ["auth", "enable"]):
+            arguments = [str(Path(etcd_path()).with_name("etcdctl")), f"--endpoints={self.url}", *command]
+            subprocess.run(arguments, check=True, capture_output=True, timeout=20.0)
+
     def _signal_and_wait(self, number: int) -> None:
         process, self._process = self._process, None
         if process is None:

@@ -1,5 +1,7 @@
 """What the registry is asked, and answers, on `halfmoon.registry.<verb>`; and what it announces."""
 
+import msgspec
+
 from halfmoon.schemas.chunks import ChunkPlacement
 from halfmoon.schemas.ids import ChunkKey, NodeId, WorkerId
 from halfmoon.schemas.members import NodeHeartbeat, ServiceHeartbeat, WorkerHeartbeat
@@ -32,6 +34,9 @@ class SnapshotPage(Message, frozen=True, tag="registry.page.v1"):
     placements: tuple[ChunkPlacement, ...]
     cursor: bytes | None
     """None on the last page."""
+    epochs: dict[NodeId, int] = msgspec.field(default_factory=dict)
+    """On the first page: the newest epoch of every node, also of those without placements. Events of older ones that
+    come later in the stream mean nothing."""
 
 
 class Members(Message, frozen=True, tag="registry.members.v1"):
@@ -47,11 +52,13 @@ class MemberList(Message, frozen=True, tag="registry.memberlist.v1"):
 class MemberJoined(Message, frozen=True, tag="member.joined.v1"):
     worker: WorkerId
     node: NodeId | None = None
+    """Set where the member is this node's pool."""
 
 
 class MemberLost(Message, frozen=True, tag="member.lost.v1"):
     worker: WorkerId
     node: NodeId | None = None
+    """Set where this node's pool went with it; not for other workers, and not where a new life of the pool is there."""
     reason: str = ""
 
 
