@@ -39,7 +39,7 @@ class PrefillHalf(Message, frozen=True, tag="split.prefill.v1"):
     priority: int = 0
     """Higher goes first where halves wait for this worker."""
     deadline_ns: int | None = None
-    """Of the request, in Unix nanoseconds. (The header `halfmoon-deadline` is that of the answer to this message.)"""
+    """Of the request, in Unix nanoseconds. The header `halfmoon-deadline` where absent."""
 
 
 class DecodeHalf(Message, frozen=True, tag="split.decode.v1"):
@@ -67,7 +67,7 @@ class DecodeHalf(Message, frozen=True, tag="split.decode.v1"):
     priority: int = 0
     """Higher goes first where halves wait for this worker."""
     deadline_ns: int | None = None
-    """Of the request, in Unix nanoseconds. (The header `halfmoon-deadline` is that of the answer to this message.)"""
+    """Of the request, in Unix nanoseconds. The header `halfmoon-deadline` where absent."""
 
 
 class HalfAccepted(Message, frozen=True, tag="half.accepted.v1"):

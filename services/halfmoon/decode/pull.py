@@ -60,7 +60,9 @@ class ChunkPuller:
                 reading = reading.after_use(leases.pool)
             self._recorder.acquired(request_id, chunk, found, reading.outcome, asked_ns=asked_ns, error=reading.detail)
             if reading.payload is None:
-                lost = f"chunk {chunk.index} ({reading.outcome}): {reading.detail}"
+                # Behind others it gets a second chance, by itself: the pool may have had no room for all at once.
+                if num_loaded == 0:
+                    lost = f"chunk {chunk.index} ({reading.outcome}): {reading.detail}"
                 break
             num_loaded += 1
         await leases.release(acquired.lease_id)

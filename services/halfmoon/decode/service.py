@@ -170,7 +170,9 @@ class Decode:
             kv_bytes_per_token=card.kv_bytes_per_token,
             transfer_id=half.transfer_id,
         )
-        deadline_ns = half.deadline_ns or time.time_ns() + int(self._config.request_timeout_s * 1e9)
+        deadline_ns = half.deadline_ns or envelope.deadline_ns
+        if deadline_ns is None:
+            deadline_ns = time.time_ns() + int(self._config.request_timeout_s * 1e9)
         return DecodeRun(half, chunks, envelope.context, deadline_ns, parts)
 
     async def _run(self, run: DecodeRun) -> None:

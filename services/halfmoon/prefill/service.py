@@ -136,7 +136,9 @@ class Prefill:
             kv_bytes_per_token=card.kv_bytes_per_token,
             transfer_id=half.transfer_id,
         )
-        deadline_ns = half.deadline_ns or time.time_ns() + int(self._config.request_timeout_s * 1e9)
+        deadline_ns = half.deadline_ns or envelope.deadline_ns
+        if deadline_ns is None:
+            deadline_ns = time.time_ns() + int(self._config.request_timeout_s * 1e9)
         run = PrefillRun(half, chunks, envelope.context, deadline_ns, self._parts)
         key = (half.transfer_id, half.attempt)
         self._recent.add(*key)

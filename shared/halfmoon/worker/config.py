@@ -18,7 +18,10 @@ class WorkerConfig(CommonConfig, frozen=True, kw_only=True, forbid_unknown_field
     engine: Annotated[
         str, Meta(description="`torch`; or `sim`, a timing model that computes nothing, for load tests.")
     ] = "torch"
-    device: Annotated[str, Meta(description="Where the engine computes: `cpu`, `cuda`, `cuda:1`.")] = "cpu"
+    device: Annotated[
+        str,
+        Meta(description="Where the engine computes: `cpu`, `cuda`, `cuda:1`; `auto` takes a GPU where there is one."),
+    ] = "auto"
     dtype: Annotated[
         str, Meta(description="Type of weights and KV: `float32`, `bfloat16`, `float16`; `auto` takes what suits.")
     ] = "auto"

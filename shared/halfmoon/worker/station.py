@@ -7,6 +7,7 @@ import structlog
 from halfmoon.bus.errors import BusError
 from halfmoon.engine.contract import Engine, EngineError, EngineStats
 from halfmoon.lifecycle import Runtime, StartupError
+from halfmoon.models import ModelFolderError
 from halfmoon.pool.arena import ArenaError
 from halfmoon.pool.client import PoolClient
 from halfmoon.schemas.ids import NodeId
@@ -49,7 +50,7 @@ class Station:
         """Raises `StartupError`."""
         try:
             card = await self.engine.start(self.pulse.loading)
-        except (EngineError, ValueError) as error:
+        except (EngineError, ModelFolderError, ValueError) as error:
             raise StartupError(str(error)) from error
         self._is_started = True
         await self._map_pool(card)
