@@ -11,7 +11,9 @@ import pytest
 from halfmoon.bus.endpoint import read_stream
 from halfmoon.bus.errors import StreamGap
 from halfmoon.bus.protocol import Bus
+from halfmoon.engine.sim.tokens import KV_BYTES_PER_TOKEN
 from halfmoon.pool import PoolClient
+from halfmoon.pool.arena import aligned
 from halfmoon.schemas import subjects
 from halfmoon.schemas.chunks import ChunkEvent, ChunkOutcome, ChunkRegistered, NodeCleared
 from halfmoon.schemas.ids import NodeId, WorkerId
@@ -28,7 +30,9 @@ pytestmark = pytest.mark.nats
 WRITER = """
 import asyncio, sys
 from halfmoon.bus.nats import NatsBus, NatsSettings
+from halfmoon.engine.sim.tokens import KV_BYTES_PER_TOKEN
 from halfmoon.pool import PoolClient
+from halfmoon.pool.arena import aligned
 from halfmoon.schemas.ids import ChunkKey, NodeId, RequestId, WorkerId
 from halfmoon.schemas.kv_tier import NewChunk
 
@@ -213,6 +217,7 @@ async def test_events_wait_while_the_broker_is_away_and_none_is_lost(
         ({"slot_bytes": "none"}, "set slot_bytes, or model"),
         ({"arena_bytes": str(1 << 60)}, "MiB are free"),
         ({"model": "/nowhere", "slot_bytes": "none"}, "there is no model at /nowhere"),
+        ({"engine": "none", "slot_bytes": "none", "model": "/nowhere"}, "no engine 'none'"),
         ({"arena_bytes": "many"}, "HALFMOON_KV_TIER_ARENA_BYTES"),
         ({"shm_dir": "/nowhere"}, "/nowhere is no directory"),
     ],
@@ -225,6 +230,13 @@ def test_bad_settings_end_the_start_with_one_line(
     assert message in process.log
     assert "Traceback" not in process.log
     assert list(shm_dir.iterdir()) == []
+
+
+async def test_the_slots_fit_the_chunks_of_the_engine(start: StartKvTier, client: PoolClient) -> None:
+    start(engine="sim", slot_bytes="none", arena_bytes=str(4 << 20), chunk_tokens="128")
+    info = await client.wait_ready(20)
+    assert info.slot_bytes == aligned(128 * KV_BYTES_PER_TOKEN)
+    assert info.num_slots == (4 << 20) // info.slot_bytes
 
 
 async def test_two_of_one_name_on_a_machine_the_second_is_told(start: StartKvTier, client: PoolClient) -> None:

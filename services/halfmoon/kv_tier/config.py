@@ -33,8 +33,9 @@ class KvTierConfig(CommonConfig, frozen=True, kw_only=True, forbid_unknown_field
     ] = None
     engine: Annotated[str, Meta(description="Engine of this node's workers: `torch`, `vllm` or `sim`.")] = "torch"
     kv_dtype: Annotated[
-        str, Meta(description="Element type of the workers' KV, from which slot_bytes is derived: `bfloat16` on GPUs.")
-    ] = "float32"
+        str,
+        Meta(description="Element type of the workers' KV, which slot_bytes is derived from. `auto`: as on a CPU."),
+    ] = "auto"
     shm_dir: Annotated[Path, Meta(description="Where the arena's file is made: a memory file system.")] = (
         DEFAULT_SHM_DIR
     )

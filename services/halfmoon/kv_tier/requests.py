@@ -91,6 +91,7 @@ class Requests:
             )
         expires_ns = self._expiry_ns(request.lease_s)
         lease_id = self._open_lease(request.holder, request.request_id, expires_ns)
+        self._store.make_room(len(request.chunks))
         reserved: list[ReservedChunk] = []
         full = False
         for chunk in request.chunks:

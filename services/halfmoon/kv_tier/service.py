@@ -6,12 +6,15 @@ import os
 import socket
 import time
 from collections.abc import Awaitable, Callable, Coroutine
+from pathlib import Path
 from typing import Any, TypeVar
 
 from halfmoon.bus.endpoint import Endpoint, Envelope, call, serve, submit
 from halfmoon.bus.errors import BusError
 from halfmoon.bus.protocol import ServiceRecord
 from halfmoon.bus.streams import CHUNKS
+from halfmoon.engine.contract import EngineError
+from halfmoon.engine.factory import kv_bytes_per_token
 from halfmoon.kv_tier.config import KvTierConfig
 from halfmoon.kv_tier.events import Announcer, Outbox
 from halfmoon.kv_tier.metrics import PoolCollector
@@ -20,7 +23,7 @@ from halfmoon.kv_tier.pull import Puller
 from halfmoon.kv_tier.requests import Requests
 from halfmoon.kv_tier.store import ChunkStore
 from halfmoon.lifecycle.runtime import Runtime, StartupError
-from halfmoon.models.folder import ModelFolder, ModelFolderError
+from halfmoon.models.folder import ModelFolderError
 from halfmoon.pool.arena import Arena, ArenaError, aligned, arena_path, remove_stale
 from halfmoon.schemas import subjects
 from halfmoon.schemas.chunks import ChunkEvent, ChunkRegistered, NodeCleared
@@ -314,11 +317,10 @@ class KvTier:
 
 
 def _model_chunk_bytes(config: KvTierConfig) -> int:
-    """Bytes of one chunk of the configured model's KV. Raises `StartupError`."""
-    if config.model is None:
+    """Bytes of one chunk of this node's engine and model. Raises `StartupError`."""
+    if config.model is None and config.engine != "sim":
         raise StartupError("a slot's size isn't known: set slot_bytes, or model to derive it from")
     try:
-        geometry = ModelFolder.open(config.model).geometry
-        return config.chunk_tokens * geometry.kv_bytes_per_token(config.kv_dtype)
-    except (ModelFolderError, ValueError) as error:
+        return config.chunk_tokens * kv_bytes_per_token(config.engine, config.model or Path(), config.kv_dtype)
+    except (ModelFolderError, EngineError) as error:
         raise StartupError(str(error)) from None

@@ -45,6 +45,10 @@ class ChunkStore:
         self._announcer = announcer
         self._tracer = tracer
 
+    def make_room(self, num_slots: int) -> None:
+        """Evict so that this many slots are free, as far as that goes: one plan for many is cheaper than one each."""
+        self._evict(num_slots - self.ledger.slots.counts().free)
+
     def reserve(self, lease_id: LeaseId, key: ChunkKey, num_bytes: int) -> Slot | None:
         """A staged slot, evicting where none is free; None where everything is in use. Raises as `Ledger.reserve`."""
         now_ns = self.clock_ns()
