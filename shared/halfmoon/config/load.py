@@ -46,7 +46,8 @@ def load_config(
     if path := environ.get(CONFIG_FILE):
         values.update(_from_file(Path(path), service, known, common))
     values.update(_from_environment(environ, service, known, common))
-    values.update({name: ("command line", value) for name, value in (overrides or {}).items()})
+    for name, value in (overrides or {}).items():
+        values[name] = ("command line", str(value) if isinstance(value, Path) else value)
     for name, (source, value) in values.items():
         try:
             msgspec.convert({name: value}, _one_field(cls, name), strict=False, dec_hook=_from_text)
