@@ -481,6 +481,7 @@ async def test_a_service_is_found_by_the_services_api(bus_maker: BusMaker) -> No
     ]
     await service.stop()
     await service.stop()
+    await bus.flush()
     with pytest.raises(NoResponders):
         await other.request("$SRV.PING", b"", timeout_s=5.0)
     with pytest.raises(ValueError, match="name"):

@@ -2,6 +2,7 @@
 
 import asyncio
 import random
+import secrets
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
@@ -71,6 +72,8 @@ class NatsBus:
         self._refused = asyncio.Event()
         self._draining = False
         self._closing = False
+        self._echo_prefix = self.new_inbox()
+        self._echoes: dict[str, asyncio.Future[None]] = {}
         self._jetstream = JetStream(self)
 
     @classmethod
@@ -129,6 +132,7 @@ class NatsBus:
             for task in (attempt, refused):
                 task.cancel()
             await asyncio.gather(attempt, refused, return_exceptions=True)
+        await self._client.subscribe(f"{self._echo_prefix}.*", cb=self._on_echo)
         self._set_state(ConnectionState.CONNECTED)
 
     def _why_unavailable(self) -> str:
@@ -207,7 +211,7 @@ class NatsBus:
             with _mapped(subject), _cancellation_kept():
                 inner = await self._client.subscribe(subject, queue=queue or "", cb=receive)
                 if self.is_connected:
-                    await self._client.flush(timeout=_FLUSH_TIMEOUT_S)
+                    await self._round_trip(_FLUSH_TIMEOUT_S)
         except BaseException:
             await dispatcher.stop()
             raise
@@ -223,6 +227,10 @@ class NatsBus:
     async def _end_interest(self, inner: NatsSubscription, gently: bool) -> None:
         try:
             if gently and self.is_connected:
+                # Drain removes the subscription at a PONG that may be older than its UNSUB (see _round_trip), and with
+                # it messages that are on their way. So UNSUB first, and wait for it.
+                await self._client._send_unsubscribe(inner._id)
+                await self._round_trip(_FLUSH_TIMEOUT_S)
                 await inner.drain()
             else:
                 await inner.unsubscribe()
@@ -296,8 +304,29 @@ class NatsBus:
         return service
 
     async def flush(self, timeout_s: float = 5.0) -> None:
-        with _mapped("(flush)", timeout_s):
-            await self._client.flush(timeout=timeout_s)
+        with _mapped("(flush)", timeout_s), _cancellation_kept():
+            await self._round_trip(timeout_s)
+
+    async def _round_trip(self, timeout_s: float) -> None:
+        """Return once the server has handled all that was sent before: a message to ourselves comes back after it.
+
+        nats-py's own flush writes its PING past what is still queued, so its PONG proves nothing about an earlier SUB,
+        UNSUB or PUB.
+        """
+        back = asyncio.get_running_loop().create_future()
+        subject = f"{self._echo_prefix}.{secrets.token_hex(8)}"
+        self._echoes[subject] = back
+        try:
+            await self._client.publish(subject)
+            async with asyncio.timeout(timeout_s):
+                await back
+        finally:
+            del self._echoes[subject]
+
+    async def _on_echo(self, message: Msg) -> None:
+        back = self._echoes.get(message.subject)
+        if back is not None and not back.done():
+            back.set_result(None)
 
     async def drain(self, timeout_s: float = DRAIN_TIMEOUT_S) -> None:
         if self._closing or self._draining:
@@ -307,7 +336,7 @@ class NatsBus:
             await asyncio.gather(*(subscription.drain(timeout_s) for subscription in list(self._subscriptions)))
             if self.is_connected:
                 with _mapped("(drain)", timeout_s):
-                    await self._client.flush(timeout=max(0.1, min(timeout_s, _FLUSH_TIMEOUT_S)))
+                    await self._round_trip(max(0.1, min(timeout_s, _FLUSH_TIMEOUT_S)))
         finally:
             self._draining = False
 
@@ -319,7 +348,7 @@ class NatsBus:
             await subscription.unsubscribe()
         if self.is_connected:
             # Once the server knows that nobody listens here, requests fail at once instead of getting lost.
-            await self._tidily(self._client.flush(timeout=_CLOSE_FLUSH_S))
+            await self._tidily(self._round_trip(_CLOSE_FLUSH_S))
         await self._tidily(self._client.close())
         self._set_state(ConnectionState.CLOSED)
 
