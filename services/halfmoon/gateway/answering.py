@@ -143,7 +143,12 @@ class Answering:
         except BaseException:
             await events.aclose()
             raise
-        return EventStream(self._frames(exchange, plan, answer, first, events), headers)
+
+        async def close() -> None:
+            await events.aclose()
+            exchange.left()
+
+        return EventStream(self._frames(exchange, plan, answer, first, events), headers, close)
 
     def _card(self) -> ModelCard:
         """The served model's limits. Raises `ApiError` 503 where it can't be served now."""
@@ -220,8 +225,6 @@ class Answering:
             error = internal_error(exchange.request_id)
             exchange.failed(error)
             yield frame(ErrorBody(error=error.detail))
-        finally:
-            exchange.left()
 
     def _error_response(self, error: ApiError, exchange: Exchange) -> Response:
         headers = error.headers(self._config.retry_after_s) | {HEADER_REQUEST_ID: exchange.request_id}

@@ -1,7 +1,6 @@
 """Server-sent events: `data: <json>` and a blank line for each. https://html.spec.whatwg.org/#server-sent-events"""
 
-from collections.abc import AsyncGenerator
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, Awaitable, Callable
 
 import msgspec
 from starlette.responses import Response
@@ -17,26 +16,32 @@ def frame(message: msgspec.Struct) -> bytes:
 
 
 class EventStream(Response):
-    """Sends frames as they come, until they end or the client leaves; then the generator is closed at once.
+    """Sends frames as they come, until they end or the client leaves; then `close` is awaited, in any case.
 
     A send waits while the client doesn't read, so a slow reader slows its own stream and nothing else.
     """
 
     media_type = "text/event-stream"
 
-    def __init__(self, frames: AsyncGenerator[bytes, None], headers: dict[str, str]) -> None:
+    def __init__(
+        self, frames: AsyncGenerator[bytes, None], headers: dict[str, str], close: Callable[[], Awaitable[None]]
+    ) -> None:
         self._frames = frames
+        self._close = close
         self.status_code = 200
         self.background = None
         # The last one is for nginx, which would otherwise collect the stream before passing it on.
         self.init_headers({"cache-control": "no-cache", "x-accel-buffering": "no", **headers})
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async with aclosing(self._frames):
-            try:
-                await while_connected(receive, self._send_all(send))
-            except (ClientLeft, OSError):
-                return
+        try:
+            await while_connected(receive, self._send_all(send))
+        except (ClientLeft, OSError):
+            return
+        finally:
+            # A generator that was never begun has no `finally` of its own that would run: hence `close`.
+            await self._frames.aclose()
+            await self._close()
 
     async def _send_all(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
