@@ -13,7 +13,7 @@ def build_engine(config: WorkerConfig) -> Engine:
         raise StartupError("no model is set: HALFMOON_MODEL names a Hugging Face folder, or a GGUF file")
     settings = factory.EngineSettings(
         model=config.model,
-        name=config.model_name or config.model.name,
+        name=config.model_name or (config.model.stem if config.model.is_file() else config.model.name),
         chunk_tokens=config.chunk_tokens,
         device=config.device,
         dtype=config.dtype,
