@@ -308,6 +308,25 @@ async def test_a_stream_made_anew_is_followed_from_its_beginning(
         await bus.close()
 
 
+@pytest.mark.nats
+async def test_events_that_are_gone_are_passed_over_and_what_comes_next_is_not(
+    nats_buses: BusMaker, etcd_server: EtcdServer, prefix: str, tmp_path: Path
+) -> None:
+    bus = await nats_buses()
+    async with RunningRegistry(bus, tmp_path, etcd_server.url, prefix):
+        await applied(bus, await publish(bus, registered("a", 1, 1)))
+    for number in (2, 3, 4):
+        await publish(bus, registered("a", 1, number))
+    await bus.request(f"$JS.API.STREAM.PURGE.{CHUNKS.name}", b"", timeout_s=5.0)
+    async with RunningRegistry(bus, tmp_path, etcd_server.url, prefix):
+        last_seq = await publish(bus, registered("a", 1, 5))
+        assert last_seq == 5
+        await applied(bus, last_seq)
+        placements, stream_seq, _ = await snapshot(bus)
+        assert {each.chunk.key for each in placements} == {key(1), key(5)}
+        assert stream_seq == last_seq
+
+
 @pytest.mark.parametrize(
     ("verb", "ask", "code", "complaint"),
     [

@@ -82,6 +82,8 @@ class Leader:
         self._log = log
         self._now_ns = now_ns
         self._machine: Machine[Role, RoleEvent] = Machine(ROLE_TABLE, Role.STANDBY)
+        self._unresigned: Term | None = None
+        """A term of ours that is over, but whose key may stand in etcd until its lease runs out."""
         self._listened_before_s = 0.0
         self._leading = metrics.gauge("registry_leading", "1 while this registry leads, else 0.")
         self._applied = metrics.gauge("registry_applied_sequence", "Last event of CHUNKS that this leader has written.")
@@ -102,6 +104,9 @@ class Leader:
             reachable = True
             while True:
                 try:
+                    if self._unresigned is not None:
+                        await self._unresigned.resign()
+                        self._unresigned = None
                     term = await self._store.campaign(self._worker, self._config.leader_ttl_s)
                     reachable = True
                 except StoreUnavailable as error:
@@ -134,6 +139,7 @@ class Leader:
         try:
             await term.resign()
         except StoreUnavailable as error:
+            self._unresigned = term
             self._log.info("could not resign; the lease will run out", error=str(error))
 
     async def _work(self, term: Term, membership: Membership) -> None:

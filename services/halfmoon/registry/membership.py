@@ -64,10 +64,10 @@ class Membership:
 
     async def _tell(self, events: tuple[MemberEvent, ...]) -> None:
         for event in events:
-            lost = isinstance(event, MemberLost)
-            (self._gone.add if lost else self._gone.discard)(event.worker)
             if not self._leads():
                 continue
+            lost = isinstance(event, MemberLost)
+            (self._gone.add if lost else self._gone.discard)(event.worker)
             reason = {"reason": event.reason} if isinstance(event, MemberLost) else {}
             self._log.info("member lost" if lost else "member joined", worker=event.worker, node=event.node, **reason)
             try:

@@ -32,6 +32,7 @@ from halfmoon.schemas.ids import NodeId, WorkerId
 MAX_TXN_BYTES: Final = 1_000_000
 """etcd takes requests of up to 1.5 MiB."""
 _RENEWALS_PER_TTL: Final = 4
+_RENEWAL_RETRY_S: Final = 0.1
 _SAFE_SHARE: Final = 0.8
 """Share of the lease's time after which an unrenewed term is over here, before it is over in etcd."""
 
@@ -91,8 +92,9 @@ class Term:
         """Renew the lease for as long as that works. Raises `Deposed` once it doesn't, always before etcd lets
         another registry lead."""
         loop = asyncio.get_running_loop()
+        pause_s = self._ttl_s / _RENEWALS_PER_TTL
         while True:
-            await asyncio.sleep(min(self._ttl_s / _RENEWALS_PER_TTL, max(0.0, self.over_s - loop.time())))
+            await asyncio.sleep(min(pause_s, max(0.0, self.over_s - loop.time())))
             left_s = self.over_s - loop.time()
             if left_s <= 0:
                 raise Deposed("the lease could not be renewed in time")
@@ -100,10 +102,12 @@ class Term:
             try:
                 renewed = await self._etcd.keep_alive(self._lease, timeout_s=left_s)
             except StoreUnavailable:
+                pause_s = _RENEWAL_RETRY_S
                 continue
             if not renewed:
                 raise Deposed("the lease has run out")
             self._renewed_s = sent_s
+            pause_s = self._ttl_s / _RENEWALS_PER_TTL
 
     async def resign(self) -> None:
         """Let the next registry lead at once."""
