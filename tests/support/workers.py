@@ -14,7 +14,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from halfmoon.bus.codec import Decoder
 from halfmoon.bus.endpoint import announce, call
 from halfmoon.bus.memory import MemoryBroker, MemoryBus
-from halfmoon.bus.protocol import BusMessage
+from halfmoon.bus.protocol import Bus, BusMessage
 from halfmoon.chunks.keys import chunk_keys
 from halfmoon.decode.config import DecodeConfig
 from halfmoon.decode.service import Decode
@@ -82,6 +82,18 @@ class Reader:
         return terminal
 
 
+async def listen_on(bus: Bus, reply: str) -> Reader:
+    reader = Reader()
+    decoder: Decoder[TokenEvent] = Decoder(TokenEvent)
+
+    async def hear(message: BusMessage) -> None:
+        reader.messages.append(message)
+        reader.events.append(decoder.decode(message.data, message.headers))
+
+    await bus.subscribe(reply, hear)
+    return reader
+
+
 @dataclass
 class Cluster:
     bus: MemoryBus
@@ -104,15 +116,7 @@ class Cluster:
         return self.node_a.source, self.node_b.source
 
     async def listen(self, reply: str) -> Reader:
-        reader = Reader()
-        decoder: Decoder[TokenEvent] = Decoder(TokenEvent)
-
-        async def hear(message: BusMessage) -> None:
-            reader.messages.append(message)
-            reader.events.append(decoder.decode(message.data, message.headers))
-
-        await self.bus.subscribe(reply, hear)
-        return reader
+        return await listen_on(self.bus, reply)
 
     def halves(
         self,
