@@ -271,6 +271,8 @@ class Following(Puller):
         filter_subject: str | None,
     ) -> None:
         super().__init__(jetstream, stream)
+        if start_seq < 1:
+            raise ValueError(f"the first sequence of a stream is 1, got start_seq={start_seq}")
         self._next_seq = start_seq
         self._next_consumer_seq = 1
         self._skipped_at: int | None = None
