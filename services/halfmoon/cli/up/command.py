@@ -5,6 +5,7 @@ import contextlib
 import fcntl
 import os
 import secrets
+import shutil
 import signal
 import socket
 from collections.abc import Iterator
@@ -114,6 +115,7 @@ class _Up:
     async def _live(self) -> None:
         console, options = self._console, self._options
         console.print(f"halfmoon: data and logs are in {options.data_dir}", markup=False, highlight=False)
+        options.shm_dir.mkdir(mode=0o700, exist_ok=True)
         endpoints = await self._supervisor.start_servers()
         specs = plan_processes(
             options, endpoints, secret=cluster_secret(options.data_dir), host=socket.gethostname() or "localhost"
@@ -169,4 +171,6 @@ class _Up:
         killed = await self._supervisor.stop()
         for name in killed:
             self._console.print(f"{name} didn't end in time and was killed", style="yellow", markup=False)
+        # Empty unless a pool had to be killed: then its arena is freed with the folder.
+        shutil.rmtree(self._options.shm_dir, ignore_errors=True)
         self._console.print("stopped")

@@ -1,5 +1,6 @@
 """From options to processes: what runs where, with which settings, in which order. Pure."""
 
+import hashlib
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -26,6 +27,11 @@ class UpOptions:
     transport: str = "auto"
     """`auto`: all nodes carry this machine's host label, so that KV moves over shm. `tcp`: one label each."""
     num_cores: int = 1
+
+    @property
+    def shm_dir(self) -> Path:
+        """Where the arenas are: a folder of this system's own, so that several can run on one machine."""
+        return Path("/dev/shm") / f"halfmoon-{hashlib.sha256(str(self.data_dir).encode()).hexdigest()[:12]}"
 
     def __post_init__(self) -> None:
         for name in ("num_prefill", "num_decode", "num_nodes"):
@@ -93,7 +99,13 @@ def plan_processes(options: UpOptions, endpoints: Endpoints, *, secret: str, hos
     add("registry", "registry", etcd_url=endpoints.etcd_url)
     for node in nodes:
         label = host if options.transport == "auto" else f"{host}/{node}"
-        pool = {"node": node, "host": label, "arena_bytes": str(options.arena_bytes), "engine": options.engine}
+        pool = {
+            "node": node,
+            "host": label,
+            "arena_bytes": str(options.arena_bytes),
+            "engine": options.engine,
+            "shm_dir": str(options.shm_dir),
+        }
         add(f"kv-tier-{node}", "kv_tier", node, **pool)
     add("conductor", "conductor")
     engine = {"engine": options.engine, "threads": str(threads)}

@@ -1,0 +1,47 @@
+"""Running systems, one per way of moving KV, each started once for all tests that use it."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from support.model import small_model
+from support.system import System
+
+CHUNK_TOKENS = 64
+API_KEYS = '{"sk-alpha": "alpha", "sk-beta": "beta"}'
+TORCH = (f"--chunk-tokens={CHUNK_TOKENS}", "--threads=1", "--arena-mib=320", "--prefill=2")
+
+
+@pytest.fixture(scope="session")
+def model() -> Path:
+    return small_model()
+
+
+@pytest.fixture(scope="session")
+def shm_system(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[System]:
+    """Two prefill workers (node-a, node-b) and a decode worker (node-b); KV moves over shared memory."""
+    system = System.start(tmp_path_factory.mktemp("shm"), model, *TORCH)
+    yield system
+    assert system.stop() == 0
+
+
+@pytest.fixture(scope="session")
+def tcp_system(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[System]:
+    """The same, but each node carries a host label of its own: KV moves over tcp. With API keys."""
+    environ = {"HALFMOON_GATEWAY_API_KEYS": API_KEYS}
+    system = System.start(tmp_path_factory.mktemp("tcp"), model, *TORCH, "--transport=tcp", environ=environ)
+    yield system
+    assert system.stop() == 0
+
+
+@pytest.fixture(scope="session", params=["shm_system", "tcp_system"])
+def any_system(request: pytest.FixtureRequest) -> System:
+    system = request.getfixturevalue(request.param)
+    assert isinstance(system, System)
+    return system
+
+
+@pytest.fixture(scope="session")
+def model_path(model: Path) -> Path:
+    return model

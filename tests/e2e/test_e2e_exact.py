@@ -1,0 +1,56 @@
+"""Right text, always: token ids equal plain transformers', whatever was cached, moved or computed."""
+
+from pathlib import Path
+
+import pytest
+
+from support.halves import Halves, halves
+from support.outside import outside_client
+from support.prompts import lengths, random_tokens
+from support.reference import greedy
+from support.system import System
+
+pytestmark = [pytest.mark.timeout(180), pytest.mark.model]
+
+CHUNK_TOKENS = 64
+MAX_TOKENS = 6
+MODEL = "SmolLM2-135M-Instruct"
+GREEDY = {"temperature": 0.0, "max_tokens": MAX_TOKENS, "ignore_eos": True}
+
+
+async def test_cold_then_cached_alone_and_eight_at_once(any_system: System, model_path: Path) -> None:
+    seed = 1 if any_system.text.count("tcp") else 2
+    prompts = [random_tokens(count, seed * 100 + i) for i, count in enumerate(lengths(CHUNK_TOKENS))]
+    expected = greedy(model_path, prompts, MAX_TOKENS)
+    async with outside_client(any_system.nats_url, MODEL) as client:
+        for prompt, tokens in zip(prompts, expected, strict=True):
+            cold = await client.ask(tokens=prompt, sampling=GREEDY)
+            assert cold.tokens == tokens, f"cold, {len(prompt)} tokens"
+            assert cold.usage["cached_tokens"] == 0
+        batch = [*prompts, prompts[-1], prompts[-2]]
+        for prompt, tokens, warm in zip(
+            batch, [*expected, expected[-1], expected[-2]], await client.ask_all(batch, sampling=GREEDY), strict=True
+        ):
+            assert warm.tokens == tokens, f"cached, {len(prompt)} tokens, eight at once"
+            assert warm.usage["prompt_tokens"] == len(prompt)
+            assert warm.usage["completion_tokens"] == MAX_TOKENS
+
+
+@pytest.mark.parametrize("count", lengths(CHUNK_TOKENS))
+async def test_local_remote_and_partly_remote(any_system: System, model_path: Path, count: int) -> None:
+    """The same prompt on the node that has it, and on the one that hasn't; all of its chunks remote, then only the first."""
+    prompt = random_tokens(count, 7000 + count + 31 * any_system.port)
+    [expected] = greedy(model_path, [prompt], MAX_TOKENS)
+    num_whole = count // CHUNK_TOKENS
+    async with halves(any_system.nats_url) as driver:
+        cold = await run(driver, prompt, "prefill-1", [])
+        local = await run(driver, prompt, "prefill-1", ["node-a"] * num_whole)
+        partly = await run(driver, prompt, "prefill-2", ["node-a"] * min(1, num_whole))
+        remote = await run(driver, prompt, "prefill-2", ["node-a"] * num_whole)
+    assert cold == local == partly == remote == expected
+
+
+async def run(driver: Halves, prompt: list[int], prefill: str, reuse: list[str]) -> list[int]:
+    outcome = await driver.send(prompt, prefill=prefill, decode="decode-1", reuse=reuse, max_tokens=MAX_TOKENS)
+    assert outcome.ended
+    return outcome.tokens
