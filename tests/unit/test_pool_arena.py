@@ -34,6 +34,7 @@ def test_bytes_written_through_one_mapping_are_read_through_another(tmp_path: Pa
     assert bytes(reader.slot(0)) == bytes(SLOT_BYTES)
     assert bytes(reader.slot(2)) == bytes(SLOT_BYTES)
     assert reader.slot(1).readonly
+    reader.touch()
     owner.set_generation(2, 41)
     assert [reader.generation(slot) for slot in range(3)] == [0, 0, 41]
     assert path.stat().st_mode & 0o777 == 0o600

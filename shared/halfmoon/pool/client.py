@@ -74,6 +74,7 @@ class PoolClient:
         self._subject = subjects.kv_tier(node)
         self._info: NodeInfo | None = None
         self._arena: Arena | None = None
+        self._mapping = asyncio.Lock()
         self._open: dict[LeaseId, _OpenLease] = {}
         self._more = asyncio.Event()
         self._renewer: asyncio.Task[None] | None = None
@@ -115,13 +116,14 @@ class PoolClient:
     async def describe(self) -> NodeInfo:
         """Ask the node how to reach its memory, and map it. Raises `ArenaError` where that can't be mapped here."""
         info = await self._call("describe", Describe(), NodeInfo)
-        if self._info is None or info.epoch != self._info.epoch:
-            arena = Arena.attach(Path(info.arena_path), info.slot_bytes, info.num_slots)
-            if self._arena is not None:
-                self._arena.close()
-            self._arena = arena
-        self._info = info
-        return info
+        async with self._mapping:
+            if self._info is None or info.epoch > self._info.epoch:
+                arena = Arena.attach(Path(info.arena_path), info.slot_bytes, info.num_slots)
+                await asyncio.to_thread(arena.touch)
+                if self._arena is not None:
+                    self._arena.close()
+                self._info, self._arena = info, arena
+            return self._info
 
     async def stats(self) -> PoolStats:
         return await self._call("stats", Stats(), PoolStats)
