@@ -20,6 +20,9 @@ class ConductorConfig(CommonConfig, frozen=True, kw_only=True, forbid_unknown_fi
         PolicyName,
         Meta(description="`prefix_affinity` weighs cached prefixes against load; `round_robin` takes turns."),
     ] = PolicyName.PREFIX_AFFINITY
+    listen_first_s: Annotated[
+        float, Meta(description="How long to hear heartbeats at start before the first request is taken.", ge=0)
+    ] = 0.5
     request_timeout_s: Annotated[float, Meta(description="Deadline for requests that come without one.", gt=0)] = 120.0
     deadline_grace_s: Annotated[
         float,

@@ -31,6 +31,9 @@ from halfmoon.tracing import inject
 HEADER_SENDER = "halfmoon-sender"
 """On halves: the conductor that sent them, so that it need not read its own."""
 
+RETRY_AFTER_S = 1.0
+"""Where a busy worker names no time."""
+
 _FINAL = frozenset({ErrorCode.INVALID_REQUEST, ErrorCode.PROMPT_TOO_LONG, ErrorCode.INVALID_MESSAGE})
 """Refusals that any other worker would repeat."""
 
@@ -87,7 +90,7 @@ class Dispatcher:
             refusal = answer
             if answer.code in _FINAL:
                 break
-        return refusal or Error(code=ErrorCode.NO_WORKERS, message="no decode worker could be asked")
+        return _as_refusal(refusal)
 
     async def _offer_decode(
         self, request: OpenRequest, decision: Decision, choice: DecodeChoice, now_s: float
@@ -247,6 +250,19 @@ class Dispatcher:
         headers = {HEADER_SENDER: str(self._conductor)}
         inject(headers, request.context)
         return headers
+
+
+def _as_refusal(last: Error | None) -> Error:
+    """What a client is told when nobody took its request."""
+    if last is None:
+        return Error(code=ErrorCode.NO_WORKERS, message="no decode worker could be asked")
+    if last.code is ErrorCode.BUSY:
+        return Error(
+            code=ErrorCode.OVERLOADED,
+            message=f"all decode workers that were asked are busy: {last.message}",
+            retry_after_s=last.retry_after_s or RETRY_AFTER_S,
+        )
+    return last
 
 
 def _word(answer: Accepted | Silent) -> str:

@@ -135,6 +135,10 @@ class OpenRequests:
         self._cancelled.pop(request_id, None)
         self._remember(self._ended, request_id, None)
 
+    def is_cancelled(self, request_id: RequestId) -> bool:
+        """Whether its cancel came before it did."""
+        return request_id in self._cancelled
+
     def has_ended(self, request_id: RequestId) -> bool:
         return request_id in self._ended
 

@@ -34,6 +34,7 @@ class Conductor:
 
     def __init__(self, runtime: Runtime[ConductorConfig]) -> None:
         self._runtime = runtime
+        self.telemetry = runtime.telemetry
         self._config = runtime.config
         self._state = MemberState.LOADING
         self._tasks: list[asyncio.Task[None]] = []
@@ -61,7 +62,7 @@ class Conductor:
             service = await self._runtime.bus.add_service("halfmoon-conductor", VERSION, "Places requests on workers.")
             record = service.add_endpoint("generate", subjects.GENERATE_ALL, DURABLE)
             # Heartbeats first: a request that comes before them would be told that nobody is there.
-            await asyncio.sleep(2 * HEARTBEAT_INTERVAL_S)
+            await asyncio.sleep(self._config.listen_first_s)
             await front.open(record, ack_wait_s=self._config.ack_wait_s, max_in_flight=self._config.max_in_flight)
         except BusError as error:
             raise StartupError(f"the conductor can't take requests: {error}") from error
