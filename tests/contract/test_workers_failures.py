@@ -277,6 +277,15 @@ async def test_late_announcements_are_answered_so_that_leases_go(pair: Cluster) 
     assert pair.ended_of(Role.PREFILL)[0].error is None
 
 
+async def test_announcements_for_a_half_that_never_comes_are_answered(tmp_path: Path) -> None:
+    async with cluster(tmp_path, decode_settings={"early_ttl_s": 0.1}) as pair:
+        _, _, reader = await announced(pair)
+        await pair.idle()
+        assert len(pair.decode._early) == 0
+        assert pair.ended_of(Role.PREFILL)[0].error is None
+        assert reader.events == []
+
+
 @pytest.mark.parametrize("role", ["prefill", "decode"])
 async def test_a_full_worker_says_busy_at_once(tmp_path: Path, role: str) -> None:
     settings: dict[str, object] = {"max_requests": 1, "max_queue": 1}

@@ -262,7 +262,7 @@ class DecodeRun:
             half.reply,
             request_id=half.request_id,
             encoding=half.encoding,
-            headers=endpoint.seal(deadline_ns=self._deadline_ns),
+            headers=endpoint.seal(),
             first_seq=len(half.known),
             max_unsent=config.max_unsent_tokens,
             # A reader drops what it has seen before, which it can only do with whole events: after a change of

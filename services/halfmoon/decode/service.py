@@ -7,6 +7,7 @@ from typing import assert_never
 from halfmoon.bus import endpoint
 from halfmoon.bus.endpoint import Endpoint, Envelope
 from halfmoon.bus.errors import BusError, RemoteError
+from halfmoon.bus.protocol import ServiceRecord
 from halfmoon.chunks.plan import plan_chunks
 from halfmoon.decode.colocated import Colocated
 from halfmoon.decode.config import DecodeConfig
@@ -43,6 +44,8 @@ from halfmoon.worker.prompt import PromptComputer
 from halfmoon.worker.recent import RecentTransfers
 from halfmoon.worker.station import Station
 
+VERSION = "0.1.0"
+EARLY_SWEEP_S = 0.5
 STOPPING = "this worker stops; send the request again"
 
 
@@ -62,6 +65,8 @@ class Decode:
         self._jobs: Jobs[TransferId] = Jobs(self._on_bug)
         self._parts: Parts | None = None
         self._endpoints: list[Endpoint] = []
+        self._record: ServiceRecord | None = None
+        self._sweeper: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
         if self._config.model is None:
@@ -73,10 +78,14 @@ class Decode:
         await self._station.start()
         self._parts = self._build_parts(codec)
         await self._peers.start()
+        self._sweeper = asyncio.create_task(self._sweep_early(), name="early announcements")
         bus, worker = self._runtime.bus, self._runtime.worker_id
+        self._record = await bus.add_service("halfmoon-decode", VERSION, "Generates from prompts whose KV is ready.")
+        subject = subjects.split_decode(worker)
+        half = self._record.add_endpoint("half", subject)
         self._endpoints = [
             await endpoint.serve(bus, subjects.kv_ready(worker), KvInbox, self._on_kv),
-            await endpoint.serve(bus, subjects.split_decode(worker), DecodeInbox, self._on_message),
+            await endpoint.serve(bus, subject, DecodeInbox, self._on_message, record=half),
             await endpoint.serve(bus, subjects.CANCEL, RequestCancel, self._on_message),
         ]
 
@@ -90,6 +99,11 @@ class Decode:
         endpoints, self._endpoints = self._endpoints, []
         for each in endpoints:
             await each.unsubscribe()
+        if self._record is not None:
+            await self._record.stop()
+        if self._sweeper is not None:
+            self._sweeper.cancel()
+            await asyncio.gather(self._sweeper, return_exceptions=True)
         await self._peers.stop()
         await self._station.stop()
 
@@ -97,7 +111,6 @@ class Decode:
         runs = list(self._runs.values())
         num_waiting = sum(run.state is HalfState.QUEUED for run in runs)
         self._metrics.running.set(len(runs))
-        self._early.expire(time.monotonic())
         self._metrics.early.set(len(self._early))
         return self._station.pulse.beat(
             self._station.stats(),
@@ -128,6 +141,12 @@ class Decode:
             await self._turn_away(message)
         else:
             for gone in self._early.put(message, time.monotonic()):
+                await self._turn_away(gone)
+
+    async def _sweep_early(self) -> None:
+        while True:
+            await asyncio.sleep(EARLY_SWEEP_S)
+            for gone in self._early.expire(time.monotonic()):
                 await self._turn_away(gone)
 
     async def _accept(self, half: DecodeHalf, envelope: Envelope) -> HalfAccepted:

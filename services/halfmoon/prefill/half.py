@@ -124,6 +124,7 @@ class PrefillRun:
                     num_computed_tokens=self._num_computed,
                     duration_s=(time.time_ns() - self._accepted_ns) / 1e9,
                 ),
+                deadline_ns=None,
             )
 
     async def _outcome(self) -> Error | None:
@@ -227,6 +228,7 @@ class PrefillRun:
                 cached_tokens=self._num_reused,
                 worker=self._parts.worker,
             ),
+            deadline_ns=self._deadline_ns,
         )
 
     async def _tell_failure(self, error: Error) -> None:
@@ -238,12 +240,13 @@ class PrefillRun:
                 error=error,
                 worker=self._parts.worker,
             ),
+            deadline_ns=self._deadline_ns,
         )
 
-    async def _send(self, subject: str, message: Message) -> None:
+    async def _send(self, subject: str, message: Message, *, deadline_ns: int | None) -> None:
         """What can't be sent is lost: decode has a deadline for it, and so has the conductor."""
         try:
-            await endpoint.announce(self._parts.bus, subject, message, deadline_ns=self._deadline_ns)
+            await endpoint.announce(self._parts.bus, subject, message, deadline_ns=deadline_ns)
         except BusError as error:
             self._log.warning("message not sent", subject=subject, error=str(error))
 

@@ -6,6 +6,7 @@ from typing import assert_never
 from halfmoon.bus import endpoint
 from halfmoon.bus.endpoint import Endpoint, Envelope
 from halfmoon.bus.errors import RemoteError
+from halfmoon.bus.protocol import ServiceRecord
 from halfmoon.chunks.plan import plan_chunks
 from halfmoon.engine.contract import Engine
 from halfmoon.lifecycle import Runtime
@@ -32,6 +33,7 @@ from halfmoon.worker.station import Station
 Key = tuple[TransferId, int]
 """A transfer, and the attempt at it."""
 
+VERSION = "0.1.0"
 STOPPING = "this worker stops; the prompt is computed elsewhere"
 
 
@@ -61,12 +63,16 @@ class Prefill:
         self._recent = RecentTransfers()
         self._jobs: Jobs[Key] = Jobs(self._on_bug)
         self._endpoints: list[Endpoint] = []
+        self._record: ServiceRecord | None = None
 
     async def start(self) -> None:
         await self._station.start()
         bus, worker = self._runtime.bus, self._runtime.worker_id
+        self._record = await bus.add_service("halfmoon-prefill", VERSION, "Computes prompts' KV.")
+        subject = subjects.split_prefill(worker)
+        half = self._record.add_endpoint("half", subject)
         self._endpoints = [
-            await endpoint.serve(bus, subjects.split_prefill(worker), PrefillInbox, self._on_message),
+            await endpoint.serve(bus, subject, PrefillInbox, self._on_message, record=half),
             await endpoint.serve(bus, subjects.CANCEL, RequestCancel, self._on_message),
         ]
 
@@ -79,6 +85,8 @@ class Prefill:
         endpoints, self._endpoints = self._endpoints, []
         for each in endpoints:
             await each.unsubscribe()
+        if self._record is not None:
+            await self._record.stop()
         await self._jobs.close(STOPPING)
         await self._station.stop()
 
