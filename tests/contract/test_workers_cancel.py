@@ -123,7 +123,7 @@ async def test_decode_gives_all_back_and_says_so_once(tmp_path: Path, state: str
     settings: dict[str, object] = {"max_requests": 1, "max_queue": 4}
     async with cluster(tmp_path, decode_settings=settings) as pair:
         reader = await pair.listen("reply.*")
-        await decode_in(pair, state, timeout_s=1.5 if how == "deadline" else 60.0)
+        await decode_in(pair, state, timeout_s=2.5 if how == "deadline" else 60.0)
         number = pair._number
         if how == "cancel":
             await announce(pair.bus, subjects.split_decode(DECODE), cancel_of(number))
