@@ -1,0 +1,100 @@
+"""Engines in tests: started, used and stopped in a line each."""
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from contextlib import aclosing, asynccontextmanager
+from pathlib import Path
+
+from halfmoon.engine.contract import ChunkSink, DecodeSpec, Engine, Sampled, SequenceSpec
+from halfmoon.engine.factory import EngineSettings, build_engine
+from halfmoon.schemas.requests import Sampling
+
+CHUNK_TOKENS = 64
+GREEDY = Sampling(temperature=0.0, max_tokens=6, ignore_eos=True)
+
+
+@asynccontextmanager
+async def started(
+    kind: str, model: Path, *, kv_tokens: int = 4096, chunk_tokens: int = CHUNK_TOKENS, dtype: str = "auto"
+) -> AsyncIterator[Engine]:
+    """An engine on one thread of the CPU, stopped at the end."""
+    engine = build_engine(
+        kind,
+        EngineSettings(
+            model=model,
+            name="tested",
+            chunk_tokens=chunk_tokens,
+            device="cpu",
+            dtype=dtype,
+            threads=1,
+            kv_tokens=kv_tokens,
+            # Slow enough that a test can step in between, fast enough not to wait for.
+            sim_prefill_tokens_per_s=20_000.0,
+            sim_decode_step_s=0.002,
+        ),
+    )
+    try:
+        await engine.start()
+        yield engine
+    finally:
+        await engine.stop()
+
+
+def sinks_for(engine: Engine, start: int, stop: int) -> list[ChunkSink]:
+    """A sink for each chunk of `[start, stop)`, with memory of its own."""
+    card = engine.card
+    return [
+        ChunkSink(
+            index=position // card.chunk_tokens,
+            num_tokens=min(card.chunk_tokens, stop - position),
+            payload=memoryview(bytearray(min(card.chunk_tokens, stop - position) * card.kv_bytes_per_token)),
+        )
+        for position in range(start, stop, card.chunk_tokens)
+    ]
+
+
+async def prefilled(
+    engine: Engine, tokens: Sequence[int], *, loaded: Sequence[ChunkSink] = (), seq_id: str = "prefill"
+) -> list[ChunkSink]:
+    """Chunks of all positions but the last: those given, and those computed behind them."""
+    engine.open(SequenceSpec(seq_id, tokens, len(tokens)))
+    try:
+        for chunk in loaded:
+            await engine.load(seq_id, chunk.index, chunk.num_tokens, chunk.payload)
+        start, stop = sum(chunk.num_tokens for chunk in loaded), len(tokens) - 1
+        sinks = sinks_for(engine, start, stop)
+        if sinks:
+            async with aclosing(engine.prefill(seq_id, start, stop, sinks)) as written:  # type: ignore[type-var]
+                assert [chunk.index async for chunk in written] == [sink.index for sink in sinks]
+        return [*loaded, *sinks]
+    finally:
+        await engine.close(seq_id)
+
+
+async def generated(
+    engine: Engine,
+    tokens: Sequence[int],
+    sampling: Sampling = GREEDY,
+    *,
+    loaded: Sequence[ChunkSink] = (),
+    seed: int = 0,
+    num_known: int = 0,
+    stop_tokens: frozenset[int] = frozenset(),
+    seq_id: str = "decode",
+) -> list[Sampled]:
+    """What the engine generates after `tokens`, where the chunks given are loaded and the rest is computed."""
+    max_tokens = len(tokens) + (sampling.max_tokens or 0) - num_known
+    engine.open(SequenceSpec(seq_id, tokens, max_tokens))
+    try:
+        await asyncio.gather(*(engine.load(seq_id, chunk.index, chunk.num_tokens, chunk.payload) for chunk in loaded))
+        num_computed = sum(chunk.num_tokens for chunk in loaded)
+        spec = DecodeSpec(sampling, seed, num_known, stop_tokens)
+        return [token async for token in engine.decode(seq_id, num_computed, spec)]
+    finally:
+        await engine.close(seq_id)
+
+
+def token_ids(sampled: Sequence[Sampled]) -> list[int]:
+    """The tokens, where their positions follow each other."""
+    assert [each.position for each in sampled] == list(range(sampled[0].position, sampled[0].position + len(sampled)))
+    return [each.token for each in sampled]
