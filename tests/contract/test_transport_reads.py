@@ -189,7 +189,7 @@ async def test_a_slot_that_is_freed_while_it_is_read_is_not_reported_as_good(
     peer = Peer(tmp_path, SECRET)
     slices = [whole(1)[0] for _ in range(200)]
     reading = asyncio.create_task(transport.read(peer.info, GOOD_LEASE, slices, deadline_ns=in_seconds(30)))
-    await asyncio.sleep(0.01)
+    await until(lambda: any(slices[3].destination[:64]) or reading.done(), what="some slices are read")
     peer.arena.set_generation(1, GENERATION + 1)
     changed_ns = time.time_ns()
     results = await reading
@@ -250,7 +250,8 @@ async def test_tcp_peer_killed_mid_read_ends_the_read(tcp: TcpTransport, tmp_pat
         num_ok = outcomes.count(ReadOutcome.OK)
         assert num_ok >= 20
         assert outcomes == [ReadOutcome.OK] * num_ok + [ReadOutcome.UNREACHABLE] * (600 - num_ok)
-        assert all(wanted[index][1] == payload(index % NUM_SLOTS) for index in range(num_ok))
+        expected = [payload(slot) for slot in range(NUM_SLOTS)]
+        assert all(wanted[index][1] == expected[index % NUM_SLOTS] for index in range(num_ok))
     finally:
         peer.close()
 
@@ -261,19 +262,19 @@ async def test_tcp_peer_that_hangs_is_given_up_at_the_deadline(tcp: TcpTransport
         wanted, buffer = whole(0)
         results = await tcp.read(peer.info, GOOD_LEASE, [wanted], deadline_ns=in_seconds(20))
         assert results[0].outcome is ReadOutcome.OK
-        peer.process.send_signal(signal.SIGSTOP)
+        peer.freeze()
         before = time.monotonic()
         results = await tcp.read(peer.info, GOOD_LEASE, [wanted, wanted], deadline_ns=in_seconds(0.3))
         assert [result.outcome for result in results] == [ReadOutcome.DEADLINE] * 2
         assert 0.25 < time.monotonic() - before < 5
         reading = asyncio.create_task(tcp.read(peer.info, GOOD_LEASE, [wanted], deadline_ns=in_seconds(30)))
-        await asyncio.sleep(0.05)
+        await until(lambda: any(operation._connection for operation in tcp._operations), what="the read hangs")
         reading.cancel()
         before = time.monotonic()
         with pytest.raises(asyncio.CancelledError):
             await reading
         assert time.monotonic() - before < 5
-        peer.process.send_signal(signal.SIGCONT)
+        peer.thaw()
         buffer[:] = bytes(SLOT_BYTES)
         results = await tcp.read(peer.info, GOOD_LEASE, [wanted], deadline_ns=in_seconds(20))
         assert (results[0].outcome, bytes(buffer)) == (ReadOutcome.OK, payload(0))

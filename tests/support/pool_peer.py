@@ -1,10 +1,12 @@
 """A peer whose arena is read over a transport: in this process, or in one of its own that can be killed or stopped.
 
-Run as a program: `pool_peer.py <directory> <secret or -> <port> <epoch>`; prints its NodeInfo as JSON, then lives until
-its input ends.
+Run as a program: `python -m support.pool_peer <directory> <secret or -> <port> <epoch>`; prints its NodeInfo as JSON,
+then lives until its input ends.
 """
 
+import os
 import random
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -16,6 +18,7 @@ from halfmoon.schemas.ids import LeaseId, NodeId
 from halfmoon.schemas.kv_tier import NodeInfo
 from halfmoon.transport.protocol import ReadOutcome
 from halfmoon.transport.tcp_server import TcpServer
+from support.wait import until_blocking
 
 NODE = NodeId("peer")
 HOST = "host-a"
@@ -66,12 +69,22 @@ class PeerProcess:
 
     def __init__(self, directory: Path, secret: str | None, *, port: int = 0, epoch: int = 1) -> None:
         self.process = subprocess.Popen(
-            [sys.executable, __file__, str(directory), secret or "-", str(port), str(epoch)],
+            [sys.executable, "-m", "support.pool_peer", str(directory), secret or "-", str(port), str(epoch)],
+            env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[1])},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
         )
         assert self.process.stdout is not None
         self.info = msgspec.json.decode(self.process.stdout.readline(), type=NodeInfo)
+
+    def freeze(self) -> None:
+        """Stop it, and return when none of its threads runs any more."""
+        self.process.send_signal(signal.SIGSTOP)
+        threads = Path(f"/proc/{self.process.pid}/task")
+        until_blocking(lambda: all(_state(thread) == "T" for thread in threads.iterdir()), what="every thread stopped")
+
+    def thaw(self) -> None:
+        self.process.send_signal(signal.SIGCONT)
 
     def close(self) -> None:
         self.process.kill()
@@ -80,6 +93,11 @@ class PeerProcess:
             if pipe is not None:
                 pipe.close()
         Path(self.info.arena_path).unlink(missing_ok=True)
+
+
+def _state(thread: Path) -> str:
+    """`R`, `S`, `T`…: the field behind the name, which is in parentheses and may hold anything."""
+    return (thread / "stat").read_text().rpartition(")")[2].split()[0]
 
 
 def main() -> None:
