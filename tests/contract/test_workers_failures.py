@@ -111,6 +111,18 @@ async def test_kv_that_is_gone_is_computed_again(tmp_path: Path) -> None:
         await right(pair, reader, loaded_tokens=2 * CHUNK_TOKENS)
 
 
+async def test_the_copy_that_readers_find_is_the_one_that_is_held(pair: Cluster) -> None:
+    """Prefill computes what the pool has already: its own copies stay unknown, those known must not be evicted."""
+    _, _, first = await pair.submit(TOKENS)
+    await first.finished()
+    await pair.idle()
+    _, decode, reader = await announced(pair)
+    assert list(pair.node_a.service.store.ledger.slots.ready()) == []
+    pair.decode_engine.decoded_from.clear()
+    await pair.send_decode(decode)
+    await right(pair, reader, loaded_tokens=len(TOKENS) - 1)
+
+
 async def test_expired_leases_are_misses(tmp_path: Path) -> None:
     """Prefill's kv-tier forgets the lease while prefill believes that it holds it."""
     async with cluster(tmp_path) as pair:

@@ -98,15 +98,7 @@ class PromptComputer:
     async def acquire(self, job: PromptJob, leases: LeaseSet) -> Hits:
         """The cached prefix: up to the first chunk that can't be had, or is damaged. A pool that fails is a miss."""
         wanted = [
-            WantedChunk(
-                key=chunk.key,
-                index=chunk.index,
-                num_tokens=chunk.num_tokens,
-                num_bytes=chunk.num_bytes,
-                sources=sources,
-            )
-            for chunk, sources in zip(job.chunks, job.reuse, strict=False)
-            if chunk.shared
+            _wanted(chunk, sources) for chunk, sources in zip(job.chunks, job.reuse, strict=False) if chunk.shared
         ]
         if not wanted:
             return Hits()
@@ -205,7 +197,10 @@ class PromptComputer:
                 digest = await asyncio.to_thread(checksum, payloads[written.index])
                 self._recorder.computed(job.request_id, chunk, written)
                 try:
-                    await leases.commit(slots.lease_id, [_written(job, chunk, slot, digest, written)])
+                    committed = await leases.commit(slots.lease_id, [_written(job, chunk, slot, digest, written)])
+                    if chunk.shared and not committed.num_registered:
+                        # Another writer was first: readers find its copy, so that is the one to hold.
+                        await leases.acquire([_wanted(chunk, ())], keep=True)
                 except BusError as error:
                     return Computed(start + num_new, num_new, _pool_error("the pool lost a computed chunk", error))
                 num_new += chunk.num_tokens
@@ -227,6 +222,16 @@ def _written(job: PromptJob, chunk: PlannedChunk, slot: SlotRef, digest: bytes, 
         tenant=job.tenant,
     )
     return WrittenChunk(slot=slot.slot, generation=slot.generation, meta=meta, register=chunk.shared)
+
+
+def _wanted(chunk: PlannedChunk, sources: tuple[ChunkSource, ...]) -> WantedChunk:
+    return WantedChunk(
+        key=chunk.key,
+        index=chunk.index,
+        num_tokens=chunk.num_tokens,
+        num_bytes=chunk.num_bytes,
+        sources=sources,
+    )
 
 
 def _ready(chunk: PlannedChunk, outcome: ChunkOutcome) -> ReadyChunk:
