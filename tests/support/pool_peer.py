@@ -4,6 +4,7 @@ Run as a program: `python -m support.pool_peer <directory> <secret or -> <port> 
 then lives until its input ends.
 """
 
+import functools
 import os
 import random
 import signal
@@ -28,6 +29,7 @@ GENERATION = 7
 GOOD_LEASE = LeaseId("lease-good")
 
 
+@functools.cache
 def payload(slot: int, epoch: int = 1) -> bytes:
     """What the peer holds in a slot: the same in every process."""
     return random.Random(1000 * epoch + slot).randbytes(SLOT_BYTES)
