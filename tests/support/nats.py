@@ -81,7 +81,9 @@ class NatsServer:
         self._signal_and_wait(signal.SIGTERM)
 
     def freeze(self) -> None:
+        """Return once all its threads stand still."""
         os.kill(self.pid, signal.SIGSTOP)
+        os.waitpid(self.pid, os.WUNTRACED)
 
     def thaw(self) -> None:
         os.kill(self.pid, signal.SIGCONT)

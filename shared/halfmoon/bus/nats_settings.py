@@ -10,8 +10,8 @@ from urllib.parse import urlsplit
 class NatsSettings:
     """How to reach NATS. Secrets show neither in its repr nor in errors or logs."""
 
-    url: str = "nats://127.0.0.1:4222"
-    """One server, or several with commas between."""
+    url: str = field(default="nats://127.0.0.1:4222", repr=False)
+    """One server, or several with commas between. May hold user and password: `shown` is the address without."""
     name: str = "halfmoon"
     """Shown by NATS monitoring."""
     user: str | None = None

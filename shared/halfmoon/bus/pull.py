@@ -95,8 +95,10 @@ class Puller(abc.ABC):
         # Statuses and data are handled in order, and taking a message never waits, so this inbox can't overflow:
         # no more is asked for than there is room for.
         self._inbox_subscription = await self._bus.subscribe(self._inbox, self._receive)
-        self._keeper = asyncio.create_task(self._keep_pulling(), name=f"pull {self._stream}")
         self._unwatch = self._bus.watch_connection(self._connection_changed)
+        # The watch begins with the present state, which is no news; a connection lost meanwhile is.
+        self._broken = not self._bus.is_connected
+        self._keeper = asyncio.create_task(self._keep_pulling(), name=f"pull {self._stream}")
 
     @property
     def active(self) -> bool:
@@ -115,6 +117,7 @@ class Puller(abc.ABC):
     async def _keep_pulling(self) -> None:
         now = asyncio.get_running_loop().time
         self._heard_at = now()
+        self._wake.set()
         while True:
             try:
                 async with asyncio.timeout(_TICK_S):
