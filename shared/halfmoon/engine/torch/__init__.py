@@ -2,6 +2,7 @@
 
 support.py    which models can be paged, and why others can't
 weights.py    loading
+packed.py     linear layers in the layout that a CPU computes on
 kv.py         the paged KV: blocks, and copies to and from chunk payloads
 attention.py  the attention function that transformers' layers call
 schedule.py   what one step computes (pure)

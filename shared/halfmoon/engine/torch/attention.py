@@ -11,9 +11,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, AttentionMaskInterface
 
-from halfmoon.engine.torch.kv import Extent, PagedKV
+from halfmoon.engine.torch.kv import LayerReader, PagedKV
 
 NAME = "halfmoon_paged"
 
@@ -25,11 +26,10 @@ class Segment:
     begin: int
     """First row in the packed step."""
     count: int
-    extent: Extent
-    context: int
-    """Positions to attend to, this step's included."""
+    context: LayerReader
+    """Keys and values of all positions to attend to, this step's included."""
     mask: torch.Tensor | None
-    """`[query rows][context]`, True where a query may look; None for a single token, which looks at everything."""
+    """`[query rows][context]`, added to scores; None for a single token, which looks at everything."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,10 +37,13 @@ class PagedStep:
     kv: PagedKV
     slots: torch.Tensor
     """Where the new keys and values go, `[packed rows]`."""
+    singles: Sequence[LayerReader]
+    """Contexts of the first rows, which are a sequence each: those that decode."""
     segments: Sequence[Segment]
+    """The rows after those."""
 
 
-def causal_mask(count: int, context: int, groups: int, device: torch.device) -> torch.Tensor | None:
+def causal_mask(count: int, context: int, groups: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor | None:
     """The mask for `count` queries at the end of `context` positions; each row is repeated for `groups` query heads.
 
     None where there is one query: it may look at everything.
@@ -48,7 +51,8 @@ def causal_mask(count: int, context: int, groups: int, device: torch.device) -> 
     if count == 1:
         return None
     rows = torch.arange(context - count, context, device=device)
-    mask = torch.arange(context, device=device)[None, :] <= rows[:, None]
+    hidden = torch.arange(context, device=device)[None, :] > rows[:, None]
+    mask = torch.zeros((count, context), dtype=dtype, device=device).masked_fill_(hidden, float("-inf"))
     return mask.repeat(groups, 1)
 
 
@@ -76,21 +80,27 @@ def paged_attention(
     num_heads, num_kv_heads = query.shape[1], key.shape[1]
     groups = num_heads // num_kv_heads
     dim, value_dim = query.shape[3], value.shape[3]
-    output = query.new_empty((query.shape[2], num_heads, value_dim))
+    attended: list[torch.Tensor] = []
+    """Each `[rows][query head][head dim]`, in the order of the rows."""
+    if num_singles := len(step.singles):
+        rows = query[0, :, :num_singles].transpose(0, 1).reshape(num_singles, 1, num_kv_heads, groups, dim)
+        for row, context in zip(rows.unbind(0), step.singles, strict=True):
+            keys, values = context(layer)
+            found = scaled_dot_product_attention(row, keys, values, scale=scaling)
+            attended.append(found.view(1, num_heads, value_dim))
     for segment in step.segments:
-        rows = query[0, :, segment.begin : segment.begin + segment.count]
-        keys, values = step.kv.read(layer, segment.extent, segment.context)
-        attended = torch.nn.functional.scaled_dot_product_attention(
-            rows.reshape(1, num_kv_heads, groups * segment.count, dim),
-            keys[None],
-            values[None],
+        keys, values = segment.context(layer)
+        found = scaled_dot_product_attention(
+            query[0, :, segment.begin : segment.begin + segment.count].reshape(
+                1, num_kv_heads, groups * segment.count, dim
+            ),
+            keys,
+            values,
             attn_mask=segment.mask,
             scale=scaling,
         )
-        output[segment.begin : segment.begin + segment.count] = attended.view(
-            num_heads, segment.count, value_dim
-        ).transpose(0, 1)
-    return output[None], None
+        attended.append(found.reshape(num_heads, segment.count, value_dim).transpose(0, 1))
+    return torch.cat(attended)[None], None
 
 
 def no_mask(*_: Any, **__: Any) -> None:

@@ -5,12 +5,18 @@ consecutive blocks where there is such a run, and attention then reads its keys 
 are gathered. Payloads of chunks are `[layer][k, v][token][kv head][head dim]`: the two middle axes change places.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from halfmoon.engine.contract import EngineFull
+
+KeysValues = tuple[torch.Tensor, torch.Tensor]
+"""Of one sequence in one layer, each `[1][kv head][token][head dim]`."""
+
+LayerReader = Callable[[int], KeysValues]
+"""From a layer's number to what it has stored."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +92,7 @@ class PagedKV:
         self._block_tokens = block_tokens
         self._allocator = BlockAllocator(num_blocks)
         self._device = device
+        self.dtype = dtype
         self.total_tokens = num_blocks * block_tokens
         self._kv = torch.empty((num_layers, 2, num_kv_heads, self.total_tokens, head_dim), dtype=dtype, device=device)
         self._layers = [(layer[0], layer[1]) for layer in self._kv]
@@ -118,13 +125,20 @@ class PagedKV:
         k.index_copy_(1, slots, keys)
         v.index_copy_(1, slots, values)
 
-    def read(self, layer: int, extent: Extent, num_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values of the first positions, each `[kv head][num_tokens][head dim]`: views where possible."""
-        k, v = self._layers[layer]
+    def reader(self, extent: Extent, num_tokens: int) -> LayerReader:
+        """Keys and values of the first positions, by layer: views where possible, else gathered when asked for."""
         if extent.first is not None:
-            return k.narrow(1, extent.first, num_tokens), v.narrow(1, extent.first, num_tokens)
+            run = self._kv.narrow(3, extent.first, num_tokens)
+            # All layers at once: with a batch of 16, calls per layer and sequence would cost as much as attending.
+            views = list(zip(run[:, 0, None].unbind(0), run[:, 1, None].unbind(0), strict=True))
+            return views.__getitem__
         slots = extent.slots[:num_tokens]
-        return k.index_select(1, slots), v.index_select(1, slots)
+
+        def gather(layer: int) -> KeysValues:
+            keys, values = self._layers[layer]
+            return keys.index_select(1, slots)[None], values.index_select(1, slots)[None]
+
+        return gather
 
     def load(self, extent: Extent, start: int, num_tokens: int, payload: memoryview) -> None:
         """Copy a chunk's payload to positions `[start, start + num_tokens)`."""

@@ -8,7 +8,7 @@ import torch
 from transformers import PreTrainedModel
 
 from halfmoon.engine.torch.attention import PagedStep, Segment, causal_mask
-from halfmoon.engine.torch.kv import Extent, PagedKV
+from halfmoon.engine.torch.kv import Extent, LayerReader, PagedKV
 from halfmoon.engine.torch.sampling import Draw, Drawn, sample
 
 
@@ -69,14 +69,19 @@ class Runner:
     def _forward(self, rows: Sequence[Row]) -> list[Drawn | None]:
         tokens: list[int] = []
         positions: list[int] = []
+        singles: list[LayerReader] = []
         segments: list[Segment] = []
         last_rows: list[int] = []
         for row in rows:
-            begin, stop = len(tokens), row.start + len(row.tokens)
+            begin, count, stop = len(tokens), len(row.tokens), row.start + len(row.tokens)
             tokens += row.tokens
             positions += range(row.start, stop)
-            mask = causal_mask(len(row.tokens), stop, self._groups, self._device)
-            segments.append(Segment(begin, len(row.tokens), row.extent, stop, mask))
+            context = self._kv.reader(row.extent, stop)
+            if count == 1 and not segments:
+                singles.append(context)
+            else:
+                mask = causal_mask(count, stop, self._groups, self._kv.dtype, self._device)
+                segments.append(Segment(begin, count, context, mask))
             if row.draw is not None:
                 last_rows.append(len(tokens) - 1)
         slots = torch.cat([row.extent.slots[row.start : row.start + len(row.tokens)] for row in rows])
@@ -85,7 +90,7 @@ class Runner:
             position_ids=torch.tensor([positions], device=self._device),
             use_cache=False,
             logits_to_keep=torch.tensor(last_rows, dtype=torch.long, device=self._device),
-            paged_step=PagedStep(self._kv, slots, segments),
+            paged_step=PagedStep(self._kv, slots, singles, segments),
         ).logits[0]
         draws = [row.draw for row in rows if row.draw is not None]
         sampled = iter(sample(logits, draws) if draws else [])

@@ -9,6 +9,7 @@ from transformers.utils import logging as transformers_logging
 
 from halfmoon.engine.contract import ModelUnsupported
 from halfmoon.engine.torch import attention
+from halfmoon.engine.torch.packed import can_pack, pack_linears
 from halfmoon.engine.torch.support import check_pageable
 from halfmoon.models import ModelFolder
 
@@ -28,6 +29,8 @@ def load_model(
     loaded.eval()
     loaded.requires_grad_(False)
     _check_attention(loaded, model)
+    if can_pack(device, dtype):
+        pack_linears(loaded)
     return loaded
 
 
