@@ -502,3 +502,16 @@ async def test_a_repeated_id_is_served_once(open_stage: OpenStage) -> None:
     events: list[TokenEvent] = stage.client.events
     assert sum(isinstance(event, Finished | Failed) for event in events) == 1
     assert len(decode.decodes) == 1
+
+
+async def test_it_is_seen_in_the_services_api(open_stage: OpenStage) -> None:
+    stage = await open_stage()
+    stage.workers["d1"].finishes = True
+    bus = stage.client.bus
+    inbox = bus.new_inbox()
+    await bus.subscribe(inbox, stage.client._on_event)
+    await bus.publish(subjects.generate(MODEL), b'{"tokens": [1]}', reply=inbox)
+    await until(lambda: len(stage.client.ends()) == 1)
+    stats = await bus.request("$SRV.STATS.halfmoon-conductor", b"", timeout_s=2.0)
+    (endpoint,) = json.loads(stats.data)["endpoints"]
+    assert (endpoint["subject"], endpoint["num_requests"], endpoint["num_errors"]) == (subjects.GENERATE_ALL, 1, 0)

@@ -29,7 +29,7 @@ WORKERS = (
     ("d1", Role.DECODE, "node-a"),
     ("d2", Role.DECODE, "node-b"),
 )
-SETTINGS = {"ack_wait_s": 0.3, "adopt_wait_s": 0.1, "listen_first_s": 0.06, "split_timeout_s": 0.2}
+SETTINGS: dict[str, Any] = {"ack_wait_s": 0.3, "adopt_wait_s": 0.1, "listen_first_s": 0.06, "split_timeout_s": 0.2}
 NAMES = st.sampled_from([name for name, _, _ in WORKERS])
 PICK = st.integers(0, 1000)
 

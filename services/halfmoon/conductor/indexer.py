@@ -18,7 +18,7 @@ from halfmoon.schemas.chunks import ChunkEvent, ChunkPlacement
 from halfmoon.schemas.registry import Snapshot, SnapshotPage
 
 FIRST_RETRY_S = 0.25
-MAX_RETRY_S = 10.0
+MAX_RETRY_S = 3.0
 MAX_PAGES = 100_000
 
 
