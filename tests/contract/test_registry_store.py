@@ -268,6 +268,29 @@ async def test_nobody_at_the_address_is_known_in_time() -> None:
         assert loop.time() - started_s < 5.0
 
 
+async def test_etcd_survives_readers_who_give_up_half_way(tmp_path: Path) -> None:
+    """Versions before 3.5.5 panic when a read is called off while it is carried out: here, at all moments of it."""
+    server = EtcdServer(tmp_path)
+    server.start()
+    try:
+        async with Etcd((f"127.0.0.1:{server.port}",)) as etcd:
+            store = Store(etcd, prefix="/x", max_txn_ops=1024, write_timeout_s=5.0)
+            term = await elected(store)
+            await term.apply(plan_event(registered("a", 5, *range(1000)), {}), 1)
+            asked = [key(number) for number in range(1000)]
+            num_given_up = 0
+            for patience_ms in range(1, 31):
+                timed = (store.lookup(asked, patience_ms / 1000) for _ in range(3))
+                called_off = asyncio.wait_for(store.lookup(asked, 30.0), patience_ms / 1000)
+                results = await asyncio.gather(*timed, called_off, return_exceptions=True)
+                num_given_up += sum(isinstance(result, StoreUnavailable | TimeoutError) for result in results)
+            assert num_given_up > 0
+            found = await store.lookup(asked, 30.0)
+            assert found == tuple((placement("a", 5, number),) for number in range(1000))
+    finally:
+        server.stop()
+
+
 async def test_user_and_password(tmp_path: Path) -> None:
     server = EtcdServer(tmp_path)
     server.start()

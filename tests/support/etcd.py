@@ -100,6 +100,10 @@ class EtcdServer:
         process, self._process = self._process, None
         if process is None:
             return
+        if process.poll() is not None:
+            # A test that saw no etcd must not be told of any other cause than this one.
+            log = (self._folder / "etcd.log").read_text(errors="replace")[-3000:]
+            raise AssertionError(f"etcd had ended by itself, with status {process.returncode}:\n{log}")
         process.send_signal(signal.SIGCONT)
         process.send_signal(number)
         try:

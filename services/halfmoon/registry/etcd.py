@@ -2,6 +2,10 @@
 `etcd3aio` and gRPC; their errors become ours here.
 
 Each member of the etcd cluster has a channel of its own. A call that fails on one moves to the next, and stays there.
+
+Transactions that only read are never cancelled, nor given a deadline that etcd would see: before 3.5.5 etcd panics, the
+whole server, when a client gives one up while it is being carried out (https://github.com/etcd-io/etcd/issues/14110),
+as many are at once when a stalled etcd goes on. We stop waiting instead, and let the call run out.
 """
 
 import asyncio
@@ -23,8 +27,13 @@ from etcd3aio.errors import (
 from etcd3aio.kv import KVService
 from etcd3aio.lease import LeaseService
 
+from halfmoon.registry.outstanding import Outstanding
+
 T = TypeVar("T")
 
+_MAX_UNANSWERED: Final = 256
+"""Reads that may run on without anybody waiting for them; beyond that, etcd counts as unavailable."""
+_CLOSE_S: Final = 2.0
 _RETRY_PAUSE_S = 0.05
 _MIN_ATTEMPTS = 3
 
@@ -174,6 +183,7 @@ class Etcd:
         self._password = password
         self._token: str | None = None
         self._opened: dict[str, _Endpoint] = {}
+        self._reads = Outstanding(_MAX_UNANSWERED)
         self._preferred = 0
 
     async def __aenter__(self) -> Self:
@@ -185,6 +195,7 @@ class Etcd:
         await self.close()
 
     async def close(self) -> None:
+        await self._reads.close(_CLOSE_S)
         opened, self._opened = self._opened, {}
         for endpoint in opened.values():
             await endpoint.channel.close()
@@ -206,8 +217,14 @@ class Etcd:
         success = [_operation(operation) for operation in then]
         failure = [_operation(operation) for operation in otherwise]
 
+        writes = any(isinstance(operation, Put | Delete) for operation in (*then, *otherwise))
+
         async def call(endpoint: _Endpoint, attempt_s: float) -> Outcome:
-            reply = await endpoint.kv.txn(compare=compare, success=success, failure=failure, timeout=attempt_s)
+            if writes:
+                reply = await endpoint.kv.txn(compare=compare, success=success, failure=failure, timeout=attempt_s)
+            else:
+                reading = endpoint.kv.txn(compare=compare, success=success, failure=failure)
+                reply = await self._reads.wait(reading, attempt_s)
             found = [each.response_range for each in reply.responses if each.HasField("response_range")]
             return Outcome(
                 succeeded=bool(reply.succeeded),
