@@ -38,7 +38,7 @@ async def test_cold_then_cached_alone_and_eight_at_once(any_system: System, mode
 
 @pytest.mark.parametrize("count", lengths(CHUNK_TOKENS))
 async def test_local_remote_and_partly_remote(any_system: System, model_path: Path, count: int) -> None:
-    """The same prompt on the node that has it, and on the one that hasn't; all of its chunks remote, then only the first."""
+    """The same prompt on the node that has it; on the other with its first chunk remote, then with all of them."""
     prompt = random_tokens(count, 7000 + count + 31 * any_system.port)
     [expected] = greedy(model_path, [prompt], MAX_TOKENS)
     num_whole = count // CHUNK_TOKENS

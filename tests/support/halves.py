@@ -1,4 +1,4 @@
-"""A test in the conductor's place: sends the two halves of a request to workers of its choice, and hears all they say."""
+"""A test in the conductor's place: sends the two halves of a request to workers of its choice, and hears them."""
 
 import asyncio
 import time
@@ -65,7 +65,7 @@ class Halves:
         max_tokens: int = 4,
         tenant: str = "default",
     ) -> Outcome:
-        """Run one request, greedily; `reuse` names the node to take chunk 0, 1, … from. Returns when both halves ended."""
+        """Run one request, greedily, until both halves end; `reuse` names the node to take chunk 0, 1, … from."""
         request_id, transfer_id = new_request_id(), new_transfer_id()
         outcome, done = Outcome(), asyncio.Event()
         reply = self.bus.new_inbox()
