@@ -81,7 +81,10 @@ class ModelFolder:
             return [self.path]
         index = self.path / "model.safetensors.index.json"
         if index.exists():
-            names = sorted(set(_read_json(index, needed_in=self.path).get("weight_map", {}).values()))
+            weight_map = _read_json(index, needed_in=self.path).get("weight_map")
+            if not isinstance(weight_map, dict) or not weight_map:
+                raise ModelFolderError(f"{index} names no weights; fetch the model again")
+            names = sorted({str(name) for name in weight_map.values()})
         else:
             names = ["model.safetensors"]
         files = [self.path / name for name in names]
@@ -131,7 +134,7 @@ def _geometry(config: Mapping[str, Any], eos_tokens: tuple[int, ...], path: Path
     def number(name: str, default: int | None = None) -> int:
         value = config.get(name)
         value = default if value is None else value
-        if not isinstance(value, int) or value < 1:
+        if type(value) is not int or value < 1:
             raise ModelFolderError(
                 f"the config of {path} has no usable {name} (found {value!r}): "
                 "it describes no decoder-only language model"
@@ -156,6 +159,7 @@ def _eos_tokens(path: Path, config: Mapping[str, Any]) -> tuple[int, ...]:
     value = config.get("eos_token_id")
     if path.is_dir() and generation.exists():
         value = _read_json(generation, needed_in=path).get("eos_token_id", value)
-    if value is None:
-        return ()
-    return tuple(value) if isinstance(value, list) else (int(value),)
+    tokens = value if isinstance(value, list) else [] if value is None else [value]
+    if any(type(token) is not int for token in tokens):
+        raise ModelFolderError(f"the eos_token_id of {path} is {value!r}: expected a token id, or a list of them")
+    return tuple(tokens)

@@ -1,6 +1,7 @@
 """The simulated engine: keeps a model's time, not its mind."""
 
 import asyncio
+import contextlib
 import hashlib
 import math
 import time
@@ -8,6 +9,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from halfmoon.engine.checks import check_decode, check_load, check_sinks, check_spec
 from halfmoon.engine.contract import (
     ChunkSink,
     ChunkWritten,
@@ -60,6 +62,7 @@ class SimEngine:
         self._computing = asyncio.Lock()
         self._card: ModelCard | None = None
         self._num_steps = 0
+        self._is_serving = False
 
     @property
     def card(self) -> ModelCard:
@@ -85,15 +88,15 @@ class SimEngine:
             max_model_tokens=min(model.geometry.max_model_tokens, config.kv_tokens),
             vocab_size=model.geometry.vocab_size,
         )
+        self._is_serving = True
         return self._card
 
     def open(self, spec: SequenceSpec) -> None:
+        if not self._is_serving:
+            raise EngineError("the engine has not been started, or was stopped")
         if spec.seq_id in self._sequences:
             raise ValueError(f"sequence {spec.seq_id} is open already")
-        if not spec.tokens or spec.max_tokens < len(spec.tokens):
-            raise ValueError(f"max_tokens {spec.max_tokens} doesn't hold the {len(spec.tokens)} tokens given")
-        if spec.max_tokens > self._config.kv_tokens:
-            raise ValueError(f"a sequence of {spec.max_tokens} tokens can't fit in a KV of {self._config.kv_tokens}")
+        check_spec(spec, self._config.kv_tokens)
         if spec.max_tokens > self._free_tokens:
             raise EngineFull(spec.max_tokens, self._free_tokens)
         self._free_tokens -= spec.max_tokens
@@ -101,20 +104,16 @@ class SimEngine:
 
     async def load(self, seq_id: str, index: int, num_tokens: int, payload: memoryview) -> None:
         sequence = self._get(seq_id)
+        check_load(self.card, len(sequence.spec.tokens), index, num_tokens, payload)
         start = index * self._config.chunk_tokens
-        if payload.nbytes != num_tokens * KV_BYTES_PER_TOKEN:
-            raise ValueError(
-                f"a payload of {num_tokens} tokens has {num_tokens * KV_BYTES_PER_TOKEN} bytes, this {payload.nbytes}"
-            )
-        if start + num_tokens > len(sequence.spec.tokens):
-            raise ValueError(f"chunk {index} ends at {start + num_tokens}, the prompt at {len(sequence.spec.tokens)}")
         sequence.kv[start * KV_BYTES_PER_TOKEN : (start + num_tokens) * KV_BYTES_PER_TOKEN] = payload
 
     async def prefill(
         self, seq_id: str, start: int, stop: int, sinks: Sequence[ChunkSink]
     ) -> AsyncIterator[ChunkWritten]:
-        sequence = self._begin(seq_id)
-        self._check_sinks(sequence, start, stop, sinks)
+        sequence = self._get_idle(seq_id)
+        check_sinks(self.card, len(sequence.spec.tokens), start, stop, sinks)
+        sequence.is_running = True
         try:
             async with self._computing:
                 for sink in sinks:
@@ -128,10 +127,10 @@ class SimEngine:
             sequence.is_running = False
 
     async def decode(self, seq_id: str, num_computed: int, spec: DecodeSpec) -> AsyncIterator[Sampled]:
-        sequence = self._begin(seq_id)
+        sequence = self._get_idle(seq_id)
         tokens = sequence.spec.tokens
-        if not 0 <= num_computed < len(tokens):
-            raise ValueError(f"num_computed {num_computed} must leave at least one of {len(tokens)} tokens")
+        check_decode(len(tokens), num_computed)
+        sequence.is_running = True
         try:
             if num_computed < len(tokens) - 1:
                 async with self._computing:
@@ -169,6 +168,7 @@ class SimEngine:
         )
 
     async def stop(self) -> None:
+        self._is_serving = False
         for seq_id in list(self._sequences):
             await self.close(seq_id)
 
@@ -187,10 +187,9 @@ class SimEngine:
         if math.isclose(duration_s, 0.0):
             await asyncio.sleep(0)
         else:
-            try:
+            with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(sequence.closed.wait(), duration_s)
-            except TimeoutError:
-                return
+        # Asked in either case: it may have been closed at the very moment when the time was over.
         if sequence.closed.is_set():
             raise SequenceClosed(f"sequence {sequence.spec.seq_id} was closed")
 
@@ -200,21 +199,11 @@ class SimEngine:
             raise SequenceClosed(f"sequence {seq_id} is not open")
         return sequence
 
-    def _begin(self, seq_id: str) -> _Sequence:
+    def _get_idle(self, seq_id: str) -> _Sequence:
         sequence = self._get(seq_id)
         if sequence.is_running:
             raise ValueError(f"sequence {seq_id} is being computed already")
-        sequence.is_running = True
         return sequence
-
-    def _check_sinks(self, sequence: _Sequence, start: int, stop: int, sinks: Sequence[ChunkSink]) -> None:
-        position = start
-        for sink in sinks:
-            if sink.index * self._config.chunk_tokens != position:
-                raise ValueError(f"sink {sink.index} doesn't begin at {position}")
-            position += sink.num_tokens
-        if position != stop or not start < stop <= len(sequence.spec.tokens):
-            raise ValueError(f"the sinks end at {position}, the range is [{start}, {stop})")
 
 
 def _certain(token: int, num_top: int | None) -> TokenLogprob | None:

@@ -8,6 +8,7 @@ attention.py  the attention function that transformers' layers call
 schedule.py   what one step computes (pure)
 sampling.py   logits into tokens
 runner.py     one step: forward, sample, export
+probe.py      a first step, to see whether the model's code uses our KV
 engine.py     the engine: sequences, the step thread, and their asyncio side
 """
 

@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
+from halfmoon.engine.checks import check_decode, check_load, check_sinks, check_spec
 from halfmoon.engine.contract import (
     ChunkSink,
     ChunkWritten,
@@ -24,8 +25,9 @@ from halfmoon.engine.contract import (
 )
 from halfmoon.engine.torch.config import TorchEngineConfig
 from halfmoon.engine.torch.kv import PagedKV
+from halfmoon.engine.torch.probe import check_pages
 from halfmoon.engine.torch.runner import Runner, StepResult
-from halfmoon.engine.torch.schedule import Part, plan_step
+from halfmoon.engine.torch.schedule import Part, Want, plan_step
 from halfmoon.engine.torch.sequence import OpenSequence
 from halfmoon.engine.torch.weights import load_model
 from halfmoon.models import ModelFolder
@@ -79,18 +81,15 @@ class TorchEngine:
             raise EngineError(f"the engine has failed: {self._failure}")
         if spec.seq_id in self._sequences:
             raise ValueError(f"sequence {spec.seq_id} is open already")
-        if not spec.tokens:
-            raise ValueError("a sequence needs at least one token")
-        if spec.max_tokens < len(spec.tokens):
-            raise ValueError(f"max_tokens {spec.max_tokens} is less than the {len(spec.tokens)} tokens given")
-        extent = self._need_kv().take(spec.max_tokens)
+        kv = self._need_kv()
+        check_spec(spec, kv.total_tokens)
+        extent = kv.take(spec.max_tokens)
         self._sequences[spec.seq_id] = OpenSequence(spec, extent, list(spec.tokens))
 
     async def load(self, seq_id: str, index: int, num_tokens: int, payload: memoryview) -> None:
         sequence = self._get(seq_id)
+        check_load(self.card, len(sequence.tokens), index, num_tokens, payload)
         start = index * self._config.chunk_tokens
-        if start + num_tokens > len(sequence.tokens):
-            raise ValueError(f"chunk {index} ends at {start + num_tokens}, the prompt at {len(sequence.tokens)}")
         kv = self._need_kv()
         copy = asyncio.get_running_loop().run_in_executor(
             self._copy_thread, kv.load, sequence.extent, start, num_tokens, payload
@@ -109,7 +108,7 @@ class TorchEngine:
         self, seq_id: str, start: int, stop: int, sinks: Sequence[ChunkSink]
     ) -> AsyncIterator[ChunkWritten]:
         sequence = self._get_idle(seq_id)
-        self._check_sinks(sequence, start, stop, sinks)
+        check_sinks(self.card, len(sequence.tokens), start, stop, sinks)
         sequence.begin_prefill(start, stop, list(sinks))
         self._wake.set()
         while (item := await sequence.outbox.get()) is not None:
@@ -120,8 +119,7 @@ class TorchEngine:
 
     async def decode(self, seq_id: str, num_computed: int, spec: DecodeSpec) -> AsyncIterator[Sampled]:
         sequence = self._get_idle(seq_id)
-        if not 0 <= num_computed < len(sequence.tokens):
-            raise ValueError(f"num_computed {num_computed} must leave at least one of {len(sequence.tokens)} tokens")
+        check_decode(len(sequence.tokens), num_computed)
         sequence.begin_decode(num_computed, spec)
         self._wake.set()
         while (item := await sequence.outbox.get()) is not None:
@@ -134,12 +132,11 @@ class TorchEngine:
         sequence = self._sequences.get(seq_id)
         if sequence is None:
             return
-        if not sequence.is_closed:
-            sequence.is_closed = True
+        if sequence.closing is None:
             sequence.end(SequenceClosed(f"sequence {seq_id} was closed"))
-        await self._until_untouched(sequence)
-        if self._sequences.pop(seq_id, None) is not None:
-            self._need_kv().give_back(sequence.extent)
+            sequence.closing = asyncio.create_task(self._release(sequence), name=f"engine-close {seq_id}")
+        # Shielded: who waits may be cancelled, the blocks are given back all the same.
+        await asyncio.shield(sequence.closing)
 
     def stats(self) -> EngineStats:
         wants = [sequence for sequence in self._sequences.values() if sequence.want() is not None]
@@ -182,6 +179,7 @@ class TorchEngine:
             dtype=dtype,
             device=device,
         )
+        check_pages(model, geometry, dtype, device)
         card = ModelCard(
             name=ModelName(config.name),
             engine="torch",
@@ -197,40 +195,42 @@ class TorchEngine:
         return card, kv, Runner(model, kv, device)
 
     async def _drive(self, runner: Runner) -> None:
-        loop = asyncio.get_running_loop()
+        try:
+            while True:
+                wants = [want for sequence in self._sequences.values() if (want := sequence.want()) is not None]
+                if wants:
+                    await self._step(runner, wants)
+                else:
+                    self._wake.clear()
+                    await self._wake.wait()
+        except Exception as error:  # whatever the model raises ends this engine, and is told to all who wait
+            self._fail(error)
+
+    async def _step(self, runner: Runner, wants: Sequence[Want]) -> None:
         config = self._config
-        while True:
-            wants = [want for sequence in self._sequences.values() if (want := sequence.want()) is not None]
-            if not wants:
-                self._wake.clear()
-                await self._wake.wait()
-                continue
-            parts = plan_step(
-                wants,
-                prefill_step_tokens=config.prefill_step_tokens,
-                mixed_step_tokens=config.mixed_step_tokens,
-                max_batch=config.max_batch,
-            )
-            rows = [self._sequences[part.seq_id].row(part, config.chunk_tokens) for part in parts]
-            self._in_step = frozenset(part.seq_id for part in parts)
-            step = loop.run_in_executor(self._step_thread, runner.run, rows)
-            try:
-                result = await asyncio.shield(step)
-                for part, row, drawn in zip(parts, rows, result.drawn, strict=True):
-                    sequence = self._sequences[part.seq_id]
-                    if not sequence.is_closed:
-                        sequence.advance(part, row, drawn, result)
-                self._measure(parts, result)
-            except asyncio.CancelledError:
-                await asyncio.wait((step,))  # the thread can't be stopped half-way
-                raise
-            except Exception as error:  # whatever the model raises ends this engine, and is told to all who wait
-                self._fail(error)
-                return
-            finally:
-                self._in_step = frozenset()
-                async with self._step_ended:
-                    self._step_ended.notify_all()
+        parts = plan_step(
+            wants,
+            prefill_step_tokens=config.prefill_step_tokens,
+            mixed_step_tokens=config.mixed_step_tokens,
+            max_batch=config.max_batch,
+        )
+        rows = [self._sequences[part.seq_id].row(part, config.chunk_tokens) for part in parts]
+        self._in_step = frozenset(part.seq_id for part in parts)
+        step = asyncio.get_running_loop().run_in_executor(self._step_thread, runner.run, rows)
+        try:
+            result = await asyncio.shield(step)
+            for part, row, drawn in zip(parts, rows, result.drawn, strict=True):
+                sequence = self._sequences[part.seq_id]
+                if not sequence.is_closed:
+                    sequence.advance(part, row, drawn, result)
+            self._measure(parts, result)
+        except asyncio.CancelledError:
+            await asyncio.wait((step,))  # the thread can't be stopped half-way
+            raise
+        finally:
+            self._in_step = frozenset()
+            async with self._step_ended:
+                self._step_ended.notify_all()
 
     def _fail(self, error: Exception) -> None:
         self._failure = error
@@ -245,6 +245,11 @@ class TorchEngine:
             self._decode_step_s = _smooth(self._decode_step_s, result.compute_s)
         elif result.compute_s > 0:
             self._prefill_tokens_per_s = _smooth(self._prefill_tokens_per_s, num_tokens / result.compute_s)
+
+    async def _release(self, sequence: OpenSequence) -> None:
+        await self._until_untouched(sequence)
+        del self._sequences[sequence.spec.seq_id]
+        self._need_kv().give_back(sequence.extent)
 
     async def _until_untouched(self, sequence: OpenSequence) -> None:
         """Until no thread can touch the sequence's blocks, sinks or payloads."""
@@ -265,17 +270,6 @@ class TorchEngine:
         if sequence.goal is not None:
             raise ValueError(f"sequence {seq_id} is being computed already")
         return sequence
-
-    def _check_sinks(self, sequence: OpenSequence, start: int, stop: int, sinks: Sequence[ChunkSink]) -> None:
-        chunk_tokens, position = self._config.chunk_tokens, start
-        for sink in sinks:
-            if sink.index * chunk_tokens != position:
-                raise ValueError(f"sink {sink.index} begins at {sink.index * chunk_tokens}, expected {position}")
-            position += sink.num_tokens
-        if position != stop or not start < stop <= len(sequence.tokens):
-            raise ValueError(
-                f"the sinks end at {position}, the range is [{start}, {stop}) of {len(sequence.tokens)} tokens"
-            )
 
     def _need_kv(self) -> PagedKV:
         if self._kv is None:

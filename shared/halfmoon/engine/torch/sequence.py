@@ -30,7 +30,12 @@ class OpenSequence:
     sinks: deque[ChunkSink] = field(default_factory=deque)
     sink_started_ns: int | None = None
     loads: set["asyncio.Future[None]"] = field(default_factory=set)
-    is_closed: bool = False
+    closing: "asyncio.Task[None] | None" = None
+    """Waits until no thread touches the sequence, then gives its blocks back."""
+
+    @property
+    def is_closed(self) -> bool:
+        return self.closing is not None
 
     def begin_prefill(self, start: int, stop: int, sinks: list[ChunkSink]) -> None:
         self.computed, self.goal, self.decoding = start, stop, None
@@ -88,6 +93,6 @@ class OpenSequence:
         self.goal = len(self.tokens)
         self.outbox.put_nowait(Sampled(position, drawn.token, drawn.logprob))
         is_last = spec.sampling.max_tokens is not None and position + 1 >= spec.sampling.max_tokens
-        is_full = len(self.tokens) > self.spec.max_tokens
+        is_full = len(self.tokens) >= self.spec.max_tokens
         if drawn.token in spec.stop_tokens or is_last or is_full:
             self.end(None)

@@ -12,6 +12,8 @@ from halfmoon.engine.contract import ModelUnsupported
 _RECURRENT_KEYS = (
     "ssm_cfg",
     "state_size",
+    "ssm_state_size",
+    "lru_width",
     "mamba_d_state",
     "mamba_d_ssm",
     "linear_num_key_heads",
