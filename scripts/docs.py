@@ -16,12 +16,13 @@ from halfmoon.machine import diagram
 DOCS = Path(__file__).parents[1] / "docs"
 
 MACHINES = (
-    ("gateway", "an HTTP request"),
-    ("conductor", "a request"),
-    ("prefill", "a prefill half"),
-    ("decode", "a decode half"),
-    ("kv_tier", "a slot of the arena"),
-    ("registry", "a member"),
+    ("gateway", "LIFE", "an HTTP request"),
+    ("conductor", "TABLE", "a request"),
+    ("prefill", "HALF_TABLE", "a prefill half"),
+    ("decode", "HALF_TABLE", "a decode half"),
+    ("kv_tier", "SLOT_TABLE", "a slot of the arena"),
+    ("registry", "MEMBER_TABLE", "a member"),
+    ("registry", "ROLE_TABLE", "a registry, which leads or follows"),
 )
 
 
@@ -32,10 +33,10 @@ def states_page() -> str:
         "Generated from the transition tables in each service's `state.py` by `make docs`.",
         "",
     ]
-    for service, what in MACHINES:
-        module = importlib.import_module(f"halfmoon.{service}.state")
-        lines += [f"## {service.replace('_', '-')}: {what}", "", "```mermaid"]
-        lines += [diagram(module.TABLE, module.INITIAL), "```", ""]
+    for service, name, what in MACHINES:
+        table = getattr(importlib.import_module(f"halfmoon.{service}.state"), name)
+        initial, _ = next(iter(table))
+        lines += [f"## {service.replace('_', '-')}: {what}", "", "```mermaid", diagram(table, initial), "```", ""]
     return "\n".join(lines)
 
 

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import msgpack
 import nats
@@ -62,7 +63,7 @@ async def test_plain_request_reply_in_json(shm_system: System, model_path: Path)
         replies = await connection.subscribe(inbox)
         body = {"tokens": prompt, "sampling": {"temperature": 0, "max_tokens": 5, "ignore_eos": True}}
         await connection.publish(f"halfmoon.generate.{MODEL}", json.dumps(body).encode(), reply=inbox)
-        events = []
+        events: list[dict[str, Any]] = []
         while not events or events[-1]["type"] == "tokens.v1":
             events.append(json.loads((await replies.next_msg(50)).data))
     finally:

@@ -7,6 +7,7 @@ import struct
 import subprocess
 import sys
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -36,10 +37,10 @@ def test_the_namespace_root_is_sha256_of_sorted_json() -> None:
 
 @pytest.mark.parametrize("field", ["fingerprint", "kv_dtype", "layout", "adapter", "tenant_salt"])
 def test_models_dtypes_layouts_adapters_and_tenants_never_share(field: str) -> None:
-    base = {"fingerprint": "f", "kv_dtype": "float32", "layout": "l", "adapter": "a", "tenant_salt": "t"}
-    ours = chunk_keys(Namespace(**base).root(), range(8), 4)
-    theirs = chunk_keys(Namespace(**(base | {field: "other"})).root(), range(8), 4)
-    assert ours == chunk_keys(Namespace(**base).root(), range(8), 4)
+    base = Namespace(fingerprint="f", kv_dtype="float32", layout="l", adapter="a", tenant_salt="t")
+    other = msgspec.structs.replace(base, **{field: "other"})
+    ours, theirs = chunk_keys(base.root(), range(8), 4), chunk_keys(other.root(), range(8), 4)
+    assert ours == chunk_keys(msgspec.structs.replace(base).root(), range(8), 4)
     assert not set(ours) & set(theirs)
 
 

@@ -63,7 +63,7 @@ class DecodeHalf(Message, frozen=True, tag="split.decode.v1"):
     """Completion tokens that the client may have already, where another worker had begun."""
     cached_tokens: int = 0
     attempt: int = 1
-    """A half of a known transfer with a higher attempt names another prefill worker for it, and changes nothing else."""
+    """A half of a known transfer with a higher attempt names another prefill worker for it; nothing else changes."""
     priority: int = 0
     """Higher goes first where halves wait for this worker."""
     deadline_ns: int | None = None

@@ -95,11 +95,11 @@ class GenerateClient:
         """
         if request.model is None:
             raise ValueError("a request is submitted for a model; set RequestSubmitted.model")
-        request_id = request.request_id or new_request_id()
+        model, request_id = request.model, request.request_id or new_request_id()
         request = msgspec.structs.replace(request, request_id=request_id)
         headers = {HEADER_REPLY: f"{self._inbox}.{subjects.token(request_id)}", HEADER_DEADLINE: str(deadline_ns)}
         inject(headers, context or current())
-        return self._run(request_id, subjects.request(request.model), request, headers, deadline_ns)
+        return self._run(request_id, subjects.request(model), request, headers, deadline_ns)
 
     async def cancel(self, request_id: RequestId, reason: str = "cancelled by the client") -> None:
         """Stop a request, wherever it is. A broker that is away is only logged: the deadline ends the request then."""
