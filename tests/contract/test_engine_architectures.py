@@ -7,10 +7,14 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, GenerationConfig
 
 from halfmoon.engine.contract import ModelUnsupported
 from halfmoon.engine.factory import kv_bytes_per_token
+from halfmoon.engine.torch.probe import check_pages
+from halfmoon.engine.torch.weights import load_model
+from halfmoon.models import ModelFolder, ModelFolderError
 from halfmoon.schemas.requests import Sampling
 from support.engines import generated, prefilled, started, token_ids
 from support.tiny_models import TINY, tiny_model
@@ -71,7 +75,7 @@ async def test_bfloat16_halves_the_kv(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("model_type", "changes"),
-    [("falcon", {}), ("lfm2_moe", {"layer_types": None, "num_dense_layers": 1, "num_experts": 2}), ("xlstm", {})],
+    [("falcon", {}), ("xlstm", {})],
 )
 async def test_what_only_a_step_unmasks_is_refused(tmp_path: Path, model_type: str, changes: dict[str, Any]) -> None:
     model = tiny_model(tmp_path, model_type, **changes)
@@ -86,3 +90,29 @@ async def test_a_sliding_window_is_refused_before_weights_are_read(tmp_path: Pat
     with pytest.raises(ModelUnsupported, match="slides over a window of 16 tokens"):
         async with started("torch", model):
             pass
+
+
+async def test_weights_that_are_missing_or_of_other_shapes_are_told(tmp_path: Path) -> None:
+    """transformers would put random numbers in their place and go on."""
+    model = tiny_model(tmp_path, "llama")
+    file, name = model / "model.safetensors", "model.layers.1.mlp.up_proj.weight"
+    weights = load_file(file)
+    for weight, message in [(None, f"lacks 1 weights, the first is {name}"), (torch.zeros(3, 3), "other shapes")]:
+        changed = {key: value for key, value in {**weights, name: weight}.items() if value is not None}
+        save_file(changed, file, metadata={"format": "pt"})
+        with pytest.raises(ModelFolderError, match=message):
+            async with started("torch", model):
+                pass
+
+
+def test_a_layer_that_keeps_nothing_is_found_by_a_step(tmp_path: Path) -> None:
+    class Idle(torch.nn.Module):
+        def forward(self, hidden: torch.Tensor, **_: object) -> torch.Tensor:
+            return hidden
+
+    folder, cpu = ModelFolder.open(tiny_model(tmp_path, "llama")), torch.device("cpu")
+    model = load_model(folder, dtype=torch.float32, device=cpu, progress=lambda done: None)
+    check_pages(model, folder.geometry, torch.float32, cpu)
+    model.model.layers[1] = Idle()
+    with pytest.raises(ModelUnsupported, match="of its 3 layers, 2 keep keys and values"):
+        check_pages(model, folder.geometry, torch.float32, cpu)

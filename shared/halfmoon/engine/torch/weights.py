@@ -1,7 +1,7 @@
 """Loading a model: transformers' class for it, with our attention, from safetensors or GGUF."""
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
@@ -11,7 +11,7 @@ from halfmoon.engine.contract import ModelUnsupported
 from halfmoon.engine.torch import attention
 from halfmoon.engine.torch.packed import can_pack, pack_linears
 from halfmoon.engine.torch.support import check_pageable
-from halfmoon.models import ModelFolder
+from halfmoon.models import ModelFolder, ModelFolderError
 
 
 def load_model(
@@ -35,18 +35,34 @@ def load_model(
 
 
 def _from_safetensors(model: ModelFolder, dtype: torch.dtype) -> PreTrainedModel:
-    return AutoModelForCausalLM.from_pretrained(
-        model.path, dtype=dtype, attn_implementation=attention.NAME, local_files_only=True
-    )
+    return _from_pretrained(model, {"pretrained_model_name_or_path": model.path}, dtype)
 
 
 def _from_gguf(model: ModelFolder, dtype: torch.dtype) -> PreTrainedModel:
     where = {"pretrained_model_name_or_path": model.path.parent, "gguf_file": model.path.name}
     config = AutoConfig.from_pretrained(**where, local_files_only=True)
     check_pageable(config.to_dict())
-    return AutoModelForCausalLM.from_pretrained(
-        **where, dtype=dtype, attn_implementation=attention.NAME, local_files_only=True
-    )
+    return _from_pretrained(model, where, dtype)
+
+
+def _from_pretrained(model: ModelFolder, where: Mapping[str, object], dtype: torch.dtype) -> PreTrainedModel:
+    try:
+        loaded, report = AutoModelForCausalLM.from_pretrained(
+            **where, dtype=dtype, attn_implementation=attention.NAME, local_files_only=True, output_loading_info=True
+        )
+    except (KeyError, ValueError) as error:  # no class for it, or one that doesn't know our attention
+        raise ModelUnsupported(
+            f"the torch engine can't page {model.geometry.model_type}: transformers' code for it doesn't take an "
+            f"attention function ({error}); serve it with another engine"
+        ) from error
+    except RuntimeError as error:
+        raise ModelFolderError(
+            f"the weights of {model.path} have other shapes than its config says: fetch it again"
+        ) from error
+    if missing := sorted(report["missing_keys"]):
+        # transformers would go on with random numbers in their place.
+        raise ModelFolderError(f"{model.path} lacks {len(missing)} weights, the first is {missing[0]}: fetch it again")
+    return loaded
 
 
 def _check_attention(loaded: PreTrainedModel, model: ModelFolder) -> None:
