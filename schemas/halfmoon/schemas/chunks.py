@@ -23,8 +23,11 @@ class ChunkOutcome(StrEnum):
     SSD = "ssd"
     COMPUTED = "computed"
     MISS = "miss"
+    """It could not be had: it is computed again."""
     EXPIRED = "expired"
+    """Its lease ran out before it was read: it is computed again."""
     CORRUPT = "corrupt"
+    """Its checksum did not match: it is computed again."""
 
 
 class ChunkMeta(Message, frozen=True):

@@ -20,6 +20,9 @@ CONFIG_CLASSES = {
     "registry": "RegistryConfig",
 }
 
+_DEFAULTS_OF_THE_MACHINE = {"data_dir": "~/.local/share/halfmoon", "node": "the host's name", "host": "the host's name"}
+"""What a page of documentation can't say by value."""
+
 _PAGE_HEAD = """\
 # Configuration
 
@@ -120,8 +123,7 @@ def _bounds(meta: msgspec.Meta) -> str:
 
 def _default(field: msgspec.structs.FieldInfo) -> str:
     if field.default_factory is not msgspec.NODEFAULT:
-        value = field.default_factory()
-        return "~/.local/share/halfmoon" if field.name == "data_dir" else str(value)
+        return _DEFAULTS_OF_THE_MACHINE.get(field.name) or str(field.default_factory())
     if field.required:
         return "(required)"
     value = field.default

@@ -319,7 +319,7 @@ class Puller:
             request_id=flight.request.request_id,
             key=flight.chunk.key,
             index=flight.chunk.index,
-            outcome=None if outcome is ChunkOutcome.MISS else attributes.ChunkOutcome(outcome.value),
+            outcome=outcome,
             tier=Tier.DRAM,
             num_bytes=flight.chunk.num_bytes,
             num_tokens=flight.chunk.num_tokens,

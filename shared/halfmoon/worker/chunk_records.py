@@ -10,7 +10,6 @@ from halfmoon.schemas.ids import NodeId, RequestId
 from halfmoon.schemas.kv_tier import AcquiredChunk
 from halfmoon.tracing import Tracer
 from halfmoon.tracing.attributes import ChunkFacts
-from halfmoon.tracing.attributes import ChunkOutcome as SpanOutcome
 from halfmoon.tracing.names import CHUNK
 
 CountChunk = Callable[[ChunkOutcome, int], None]
@@ -43,7 +42,7 @@ class ChunkRecorder:
             request_id=request_id,
             key=chunk.key,
             index=chunk.index,
-            outcome=SpanOutcome(outcome.value),
+            outcome=outcome,
             tier=found.meta.tier.value if found.meta is not None else None,
             num_bytes=chunk.num_bytes,
             num_tokens=chunk.num_tokens,
@@ -63,7 +62,7 @@ class ChunkRecorder:
             request_id=request_id,
             key=chunk.key,
             index=chunk.index,
-            outcome=SpanOutcome.COMPUTED,
+            outcome=ChunkOutcome.COMPUTED,
             num_bytes=chunk.num_bytes,
             num_tokens=chunk.num_tokens,
             source=self._node,

@@ -6,9 +6,9 @@ never an attribute: the conventions' `gen_ai.input.messages` and its kin are lef
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from enum import StrEnum
 from typing import Final
 
+from halfmoon.schemas.chunks import ChunkOutcome
 from halfmoon.schemas.ids import ChunkKey, NodeId, RequestId
 
 Scalar = str | bool | int | float
@@ -57,21 +57,6 @@ GEN_AI_USAGE_CACHE_READ_INPUT_TOKENS: Final = "gen_ai.usage.cache_read.input_tok
 
 ERROR_TYPE: Final = "error.type"
 """The general convention's name: the exception's class, or an `ErrorCode`."""
-
-
-class ChunkOutcome(StrEnum):
-    """How one chunk was come by, at one place."""
-
-    HIT_LOCAL = "hit_local"
-    HIT_REMOTE = "hit_remote"
-    SSD = "ssd"
-    COMPUTED = "computed"
-    EXPIRED = "expired"
-    """Its lease ran out before it was read: it is computed again."""
-    CORRUPT = "corrupt"
-    """Its checksum did not match: it is computed again."""
-    MISS = "miss"
-    """It could not be had: it is computed again."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

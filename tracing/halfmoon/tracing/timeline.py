@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from enum import StrEnum
 from itertools import groupby
 
+from halfmoon.schemas.chunks import ChunkOutcome
 from halfmoon.tracing import attributes as a
 from halfmoon.tracing import names
-from halfmoon.tracing.attributes import ChunkOutcome
 from halfmoon.tracing.record import SpanRecord
 
 _NS_PER_MS = 1e6
