@@ -87,7 +87,9 @@ def test_a_second_start_in_the_same_folder_is_right_and_warm(model: Path, tmp_pa
         assert first.json()["choices"] == second.json()["choices"]
 
 
-@pytest.mark.parametrize("name", ["prefill-1", "decode-1", "kv-tier-node-a", "conductor", "registry", "gateway"])
+@pytest.mark.parametrize(
+    "name", ["prefill-1", "decode-1", "kv-tier-node-a", "conductor", "registry", "gateway", "nats", "etcd"]
+)
 def test_what_is_killed_comes_back_and_the_next_answer_is_right(system: System, name: str) -> None:
     prompt = "moon " * 100
     before = ask(system, prompt)

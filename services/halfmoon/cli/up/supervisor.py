@@ -1,6 +1,6 @@
 """All child processes of `halfmoon up`: started in order, restarted when they die, drained in order.
 
-A service that exits with code 2 has refused its settings or surroundings: starting it again would change nothing, so
+A process that exits with code 2 has refused its settings or surroundings: starting it again would change nothing, so
 the whole stops and shows what it said. One that dies otherwise is started again, with growing pauses, a bounded number
 of times a minute; the rest of the system goes on meanwhile, as it would on a cluster.
 """
@@ -9,12 +9,12 @@ import asyncio
 import socket
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 
 from halfmoon.cli.up.plan import STOP_ORDER, Endpoints, ProcessSpec
 from halfmoon.cli.up.process import ChildProcess
-from halfmoon.cli.up.servers import etcd_command, free_ports, nats_command, read_nats_url
+from halfmoon.cli.up.servers import etcd_command, forget_nats_url, free_ports, nats_command, read_nats_url
 
 REFUSED_EXIT_CODE = 2
 MAX_RESTARTS_PER_MINUTE = 5
@@ -33,23 +33,28 @@ class Supervisor:
         self._data_dir = data_dir
         self._drain_timeout_s = drain_timeout_s
         self._tell = tell
-        self._servers: list[ChildProcess] = []
+        self._servers: dict[str, tuple[list[str], ChildProcess]] = {}
         self._services: dict[str, tuple[ProcessSpec, ChildProcess]] = {}
         self._stopping = False
 
     @property
     def children(self) -> list[ChildProcess]:
-        return [*self._servers, *(child for _, child in self._services.values())]
+        servers = (child for _, child in self._servers.values())
+        return [*servers, *(child for _, child in self._services.values())]
 
     async def start_servers(self) -> Endpoints:
         """nats-server and etcd, answering. Raises `SupervisorError` with the end of the log of one that doesn't."""
         client_port, peer_port = free_ports(2)
+        forget_nats_url(self._data_dir)
         nats = await self._start_server("nats", nats_command(self._data_dir))
         etcd = await self._start_server("etcd", etcd_command(self._data_dir, client_port, peer_port))
         await self._until(nats, lambda: read_nats_url(self._data_dir) is not None)
         await self._until(etcd, lambda: _listens(client_port))
         url = read_nats_url(self._data_dir)
         assert url is not None
+        # Should it die, it comes back where its clients look for it.
+        port = int(url.rsplit(":", 1)[1])
+        self._servers["nats"] = (nats_command(self._data_dir, port), nats)
         return Endpoints(nats_url=url, etcd_url=f"http://127.0.0.1:{client_port}")
 
     async def start_services(self, specs: Sequence[ProcessSpec]) -> None:
@@ -59,10 +64,10 @@ class Supervisor:
     async def watch(self) -> None:
         """Runs until cancelled; restarts what dies. Raises `SupervisorError` where that can't help."""
         async with asyncio.TaskGroup() as group:
-            for server in self._servers:
-                group.create_task(self._watch_server(server))
+            for name in self._servers:
+                group.create_task(self._keep_up(name, self._restart_server))
             for name in self._services:
-                group.create_task(self._watch_service(name))
+                group.create_task(self._keep_up(name, self._restart_service))
 
     async def stop(self) -> list[str]:
         """Drain and stop everything, from the outside in. Names of those that had to be killed. Idempotent."""
@@ -72,14 +77,14 @@ class Supervisor:
             group = [child for spec, child in self._services.values() if spec.service == service]
             clean = await asyncio.gather(*(child.stop(self._drain_timeout_s + 5.0) for child in group))
             killed += [child.name for child, ended in zip(group, clean, strict=True) if not ended]
-        for server in reversed(self._servers):
+        for _, server in reversed(self._servers.values()):
             if not await server.stop(10.0):
                 killed.append(server.name)
         return killed
 
     async def _start_server(self, name: str, command: list[str]) -> ChildProcess:
         child = await ChildProcess.start(name, command, environ={}, log_path=self._log(name))
-        self._servers.append(child)
+        self._servers[name] = (command, child)
         return child
 
     async def _spawn(self, spec: ProcessSpec) -> ChildProcess:
@@ -96,15 +101,10 @@ class Supervisor:
                 )
             await asyncio.sleep(_POLL_S)
 
-    async def _watch_server(self, server: ChildProcess) -> None:
-        await server.wait()
-        if not self._stopping:
-            raise SupervisorError(_obituary(server))
-
-    async def _watch_service(self, name: str) -> None:
+    async def _keep_up(self, name: str, restart: Callable[[str], Awaitable[ChildProcess]]) -> None:
         deaths: deque[float] = deque(maxlen=MAX_RESTARTS_PER_MINUTE)
+        child = next(child for child in self.children if child.name == name)
         while True:
-            spec, child = self._services[name]
             code = await child.wait()
             if self._stopping:
                 return
@@ -117,7 +117,17 @@ class Supervisor:
             await asyncio.sleep(min(0.25 * 2 ** (recent - 1), 5.0))
             if self._stopping:
                 return
-            self._services[name] = (spec, await self._spawn(spec))
+            child = await restart(name)
+
+    async def _restart_service(self, name: str) -> ChildProcess:
+        spec, _ = self._services[name]
+        child = await self._spawn(spec)
+        self._services[name] = (spec, child)
+        return child
+
+    async def _restart_server(self, name: str) -> ChildProcess:
+        command, _ = self._servers[name]
+        return await self._start_server(name, command)
 
     def _log(self, name: str) -> Path:
         return self._data_dir / "logs" / f"{name}.log"
