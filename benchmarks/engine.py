@@ -36,9 +36,14 @@ _NEW_TOKENS = 24
 
 def run(model: Path | None = None, *, threads: int | None = None, rounds: int = 5) -> dict[str, Any]:
     """Measure; the figures in tokens a second, by name, as `{"halfmoon": …, "transformers": …}`."""
-    threads = threads or os.cpu_count() or 1
+    threads = threads or worker_threads()
     torch.set_num_threads(threads)
     return asyncio.run(_measure(model or default_model(), threads, rounds))
+
+
+def worker_threads() -> int:
+    """What a worker gets where one prefill and one decode worker share this machine."""
+    return max(1, (os.cpu_count() or 1) // 2)
 
 
 def default_model() -> Path:
@@ -160,7 +165,7 @@ def render(result: dict[str, Any]) -> Table:
 def main() -> None:
     parser = argparse.ArgumentParser(description="The torch engine against transformers' generate.")
     parser.add_argument("model", nargs="?", type=Path, help="a Hugging Face folder; the default model if left out")
-    parser.add_argument("--threads", type=int, help="CPU threads for either side; all cores if left out")
+    parser.add_argument("--threads", type=int, help="CPU threads for either side; half of the cores if left out")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--json", type=Path, help="write the figures there as well")
     arguments = parser.parse_args()
