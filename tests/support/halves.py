@@ -20,7 +20,6 @@ from halfmoon.schemas.members import Heartbeat, NodeHeartbeat, WorkerHeartbeat
 from halfmoon.schemas.model import ModelCard
 from halfmoon.schemas.requests import Failed, Finished, Sampling, TokenEvent, Tokens
 from halfmoon.schemas.splits import DecodeHalf, HalfAccepted, HalfEnded, KvInbox, KvReady, PrefillHalf, ReadyChunk, Role
-from halfmoon.schemas.wire import HEADER_DEADLINE
 
 CONDUCTOR = WorkerId("test-conductor")
 TIMEOUT_S = 50.0
@@ -41,6 +40,9 @@ class Outcome:
     ready: dict[int, ReadyChunk] = field(default_factory=dict)
     """What prefill announced, by chunk number."""
     ended: dict[Role, HalfEnded] = field(default_factory=dict)
+    sent_s: float = 0.0
+    """On the monotonic clock."""
+    token_times_s: list[float] = field(default_factory=list)
 
 
 @dataclass(slots=True)
@@ -77,6 +79,7 @@ class Halves:
             if isinstance(event, Tokens):
                 assert event.seq == len(outcome.tokens)
                 outcome.tokens += event.tokens
+                outcome.token_times_s += [time.monotonic()] * len(event.tokens)
             else:
                 outcome.terminal = event
             self._check(outcome, done)
@@ -127,13 +130,14 @@ class Halves:
             },
             PrefillHalf,
         )
-        headers = {HEADER_DEADLINE: str(time.time_ns() + int(TIMEOUT_S * 1e9))}
+        deadline_ns = time.time_ns() + int(TIMEOUT_S * 1e9)
+        outcome.sent_s = time.monotonic()
         try:
             for subject, half in (
                 (subjects.split_decode(WorkerId(decode)), decode_half),
                 (subjects.split_prefill(WorkerId(prefill)), prefill_half),
             ):
-                await call(self.bus, subject, half, HalfAccepted, timeout_s=5.0, headers=headers)
+                await call(self.bus, subject, half, HalfAccepted, timeout_s=5.0, deadline_ns=deadline_ns)
             await asyncio.wait_for(done.wait(), TIMEOUT_S)
         finally:
             for subscription in heard:
