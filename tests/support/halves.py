@@ -109,6 +109,7 @@ class Halves:
             "tenant": TenantId(tenant),
             "root": root,
             "tokens": tuple(tokens),
+            "deadline_ns": time.time_ns() + int(TIMEOUT_S * 1e9),
         }
         decode_half = msgspec.convert(
             shared
@@ -130,14 +131,13 @@ class Halves:
             },
             PrefillHalf,
         )
-        deadline_ns = time.time_ns() + int(TIMEOUT_S * 1e9)
         outcome.sent_s = time.monotonic()
         try:
             for subject, half in (
                 (subjects.split_decode(WorkerId(decode)), decode_half),
                 (subjects.split_prefill(WorkerId(prefill)), prefill_half),
             ):
-                await call(self.bus, subject, half, HalfAccepted, timeout_s=5.0, deadline_ns=deadline_ns)
+                await call(self.bus, subject, half, HalfAccepted, timeout_s=5.0)
             await asyncio.wait_for(done.wait(), TIMEOUT_S)
         finally:
             for subscription in heard:
