@@ -1,7 +1,7 @@
 """Linear layers with weights in the blocked layout that oneDNN computes on.
 
 From plain row-major weights, the BLAS of torch's CPU build copies them into such blocks anew in each call: nothing
-beside a long prompt, but more than half of the time at a batch of 8. Blocked once, each weight is read once a step,
+beside a long prompt, but nearly half of the time at a batch of 8. Blocked once, each weight is read once a step,
 which then costs about the same at batch 8 as at 1.
 <https://uxlfoundation.github.io/oneDNN/dev_guide_inner_product.html>
 """
