@@ -22,7 +22,8 @@ from halfmoon.schemas.ids import ModelName
 from halfmoon.schemas.members import Heartbeat, MemberState, ServiceHeartbeat
 from halfmoon.text import TextCodec, TokenizerUnusable
 
-_PROBE_TEXT = "Hello"
+_PROBE_TEXT = "Is the way open from prompt to answer, by prefill, transfer and decode?"
+"""Several tokens, so that prefill has something to compute and to hand over."""
 
 
 class Gateway:

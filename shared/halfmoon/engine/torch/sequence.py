@@ -28,7 +28,10 @@ class OpenSequence:
     decoding: DecodeSpec | None = None
     num_sampled: int = 0
     sinks: deque[ChunkSink] = field(default_factory=deque)
+    next_sink_at: int = 0
+    """First position of the first of `sinks`."""
     sink_started_ns: int | None = None
+    """When the step began that computed it; None before that step."""
     loads: set["asyncio.Future[None]"] = field(default_factory=set)
     closing: "asyncio.Task[None] | None" = None
     """Waits until no thread touches the sequence, then gives its blocks back."""
@@ -40,7 +43,7 @@ class OpenSequence:
     def begin_prefill(self, start: int, stop: int, sinks: list[ChunkSink]) -> None:
         self.computed, self.goal, self.decoding = start, stop, None
         self.sinks = deque(sinks)
-        self.sink_started_ns = None
+        self.next_sink_at, self.sink_started_ns = start, None
 
     def begin_decode(self, num_computed: int, spec: DecodeSpec) -> None:
         self.computed, self.goal, self.decoding = num_computed, len(self.tokens), spec
@@ -70,8 +73,8 @@ class OpenSequence:
             self.sinks.popleft()
             started_ns = result.started_ns if self.sink_started_ns is None else self.sink_started_ns
             self.outbox.put_nowait(ChunkWritten(export.index, started_ns, result.finished_ns))
-            self.sink_started_ns = None
-        if self.sinks and self.sink_started_ns is None:
+            self.next_sink_at, self.sink_started_ns = export.start + export.num_tokens, None
+        if self.sinks and self.sink_started_ns is None and part.stop > self.next_sink_at:
             self.sink_started_ns = result.started_ns
         if drawn is not None:
             self._take_token(drawn)
