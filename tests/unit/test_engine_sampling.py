@@ -171,3 +171,42 @@ def test_certain_logits_leave_no_choice() -> None:
     for seed in range(50):
         assert sample(logits, [Draw(Sampling(temperature=1.0), seed, 0)])[0].token == 17
         assert sample(logits, [Draw(Sampling(temperature=1.0, top_p=0.9, top_k=9), seed, 0)])[0].token == 17
+
+
+def by_sorting_all(logits: torch.Tensor, draw: Draw) -> int:
+    """The same choice, spelled out: sort everything, cut, invert."""
+    scaled = (logits.double() / draw.sampling.temperature).tolist()
+    order = sorted(range(len(scaled)), key=lambda token: (-scaled[token], token))
+    order = order[: draw.sampling.top_k or None]
+    probabilities = torch.tensor([scaled[token] for token in order], dtype=torch.float64).softmax(-1).tolist()
+    kept, before = [], 0.0
+    for probability in probabilities:
+        if before >= draw.sampling.top_p:
+            break
+        kept.append(probability)
+        before += probability
+    point, reached = uniform(draw.seed, draw.position) * sum(kept), 0.0
+    for token, probability in zip(order, kept, strict=False):
+        reached += probability
+        if reached > point:
+            return token
+    raise AssertionError("the point lies within the sum")
+
+
+@pytest.mark.parametrize("spread", [0.01, 1.0, 4.0], ids=["flat", "even", "peaked"])
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        Sampling(temperature=1.0, top_p=0.2),
+        Sampling(temperature=0.7, top_p=0.95),
+        Sampling(temperature=1.0, top_k=300),
+        Sampling(temperature=1.5, top_k=300, top_p=0.5),
+    ],
+)
+def test_a_large_vocabulary_is_cut_as_if_all_of_it_were_sorted(spread: float, sampling: Sampling) -> None:
+    """Flat logits keep thousands of tokens; rounded ones are equal in heaps."""
+    generator = torch.Generator().manual_seed(9)
+    logits = (spread * torch.randn(3000, generator=generator) * 8).round() / 8
+    for seed in range(25):
+        draw = Draw(sampling, seed, position=seed)
+        assert sample(logits[None], [draw])[0].token == by_sorting_all(logits, draw)

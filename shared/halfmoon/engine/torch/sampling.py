@@ -14,6 +14,9 @@ import torch
 
 from halfmoon.schemas.requests import Sampling, TokenLogprob, TopLogprob
 
+_FIRST_CANDIDATES = 256
+"""Tokens among which top_p is sought at first; nearly always enough."""
+
 
 @dataclass(frozen=True, slots=True)
 class Draw:
@@ -53,19 +56,30 @@ def _draw(logits: torch.Tensor, draw: Draw) -> int:
     point = uniform(draw.seed, draw.position)
     scaled = logits.double() / sampling.temperature
     vocabulary = scaled.shape[0]
-    truncates = sampling.top_p < 1.0 or 0 < sampling.top_k < vocabulary
-    if not truncates:
+    has_top_k = 0 < sampling.top_k < vocabulary
+    if not has_top_k and sampling.top_p == 1.0:
         return _invert(scaled.softmax(dim=-1), point)
-    # Stable order: equal logits are ranked by token id, on every machine.
-    ordered, tokens = scaled.sort(descending=True, stable=True)
-    if 0 < sampling.top_k < vocabulary:
-        ordered, tokens = ordered[: sampling.top_k], tokens[: sampling.top_k]
-    probabilities = ordered.softmax(dim=-1)
-    if sampling.top_p < 1.0:
+    count = sampling.top_k if has_top_k else min(_FIRST_CANDIDATES, vocabulary)
+    while True:
+        ordered, tokens = _likeliest(scaled, count)
+        # What top_k has left is a distribution of its own; without it, that of all tokens is cut.
+        probabilities = (ordered - (ordered if has_top_k else scaled).logsumexp(dim=-1)).exp()
         # The smallest set of likeliest tokens that reaches top_p: all whose predecessors stay below it.
-        kept = int((probabilities.cumsum(dim=-1) - probabilities < sampling.top_p).sum())
-        probabilities, tokens = probabilities[: max(1, kept)], tokens[: max(1, kept)]
-    return int(tokens[_invert(probabilities, point)])
+        kept = max(1, int((probabilities.cumsum(dim=-1) - probabilities < sampling.top_p).sum()))
+        if kept < count or has_top_k or count == vocabulary:
+            return int(tokens[_invert(probabilities[:kept], point)])
+        count = min(8 * count, vocabulary)
+
+
+def _likeliest(scores: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The `count` highest scores and their tokens, in order; equal ones are ranked by token id, on every machine.
+
+    To sort a whole vocabulary instead takes as long for 16 rows as a small model takes to compute them.
+    """
+    lowest = scores.topk(count).values[-1]
+    tokens = (scores >= lowest).nonzero().flatten()
+    ordered, order = scores[tokens].sort(descending=True, stable=True)
+    return ordered[:count], tokens[order[:count]]
 
 
 def _invert(probabilities: torch.Tensor, point: float) -> int:
