@@ -58,4 +58,6 @@ async def main(model: str, question: str) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(asyncio.run(main(*sys.argv[1:3])))
+    if len(sys.argv) != 3:
+        sys.exit(__doc__)
+    sys.exit(asyncio.run(main(sys.argv[1], sys.argv[2])))

@@ -61,7 +61,8 @@ def settings_of(service: str | None) -> list[Setting]:
 def print_tables(console: Console, service: str | None) -> None:
     for name in [None, *CONFIG_CLASSES] if service is None else [None, service]:
         table = Table(title=_title(name), title_justify="left", show_lines=False)
-        for column in ("variable", "type", "default", "meaning"):
+        table.add_column("variable", no_wrap=True)
+        for column in ("type", "default", "meaning"):
             table.add_column(column, overflow="fold")
         for setting in settings_of(name):
             table.add_row(setting.variable, setting.kind, setting.default, setting.meaning)
