@@ -344,6 +344,7 @@ async def test_a_prefill_worker_that_is_done_may_go(open_stage: OpenStage) -> No
 async def test_a_lost_decode_worker_is_resumed_from_the_tokens_it_told_of(open_stage: OpenStage) -> None:
     stage = await open_stage()
     first, prefill = stage.workers["d1"], stage.workers["p1"]
+    first.cached_tokens = 8
     await stage.client.submit(request(sampling=Sampling(max_tokens=9)))
     await until(lambda: bool(first.running))
     await first.generate(RequestId("req-1"), 11, 12, 13)
@@ -355,6 +356,8 @@ async def test_a_lost_decode_worker_is_resumed_from_the_tokens_it_told_of(open_s
     await until(lambda: len(prefill.prefills) == 2)
     half, before = second.decodes[0], first.decodes[0]
     assert half.known == (11, 12, 13)
+    assert half.cached_tokens == 8
+    assert prefill.transfers_done == [before.transfer_id]
     assert (half.seed, half.tokens, half.sampling) == (before.seed, before.tokens, before.sampling)
     assert half.transfer_id != before.transfer_id
     assert prefill.prefills[-1].transfer_id == half.transfer_id
@@ -374,6 +377,8 @@ async def test_a_lost_decode_worker_that_nobody_replaces_fails_its_request(
     await until(lambda: bool(stage.client.events))
     assert stage.client.failure().code is ErrorCode.WORKER_LOST
     await until(lambda: len(stage.conductors[0].requests) == 0)
+    # Nobody reads what prefill has made: it need not hold it.
+    assert stage.workers["p1"].transfers_done == [decode.decodes[0].transfer_id]
 
 
 async def test_a_half_that_was_never_heard_goes_to_another(open_stage: OpenStage) -> None:
@@ -464,8 +469,9 @@ async def test_the_trace_goes_on_in_both_halves(open_stage: OpenStage) -> None:
     await until(lambda: bool(stage.workers["p1"].headers and stage.workers["d1"].headers))
     for worker in ("p1", "d1"):
         assert stage.workers[worker].headers[0][HEADER_TRACEPARENT] == parent
-    conductor = stage.conductors[0]
-    conductor.telemetry.flush()
+    telemetry = stage.conductors[0].telemetry
+    # The span ends when both workers have answered, a moment after they heard.
+    await until(lambda: telemetry.flush() and bool(stage.spans[0].get_finished_spans()))
     (schedule,) = stage.spans[0].get_finished_spans()
     assert schedule.name == "conductor.schedule"
     assert schedule.parent is not None

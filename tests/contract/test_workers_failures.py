@@ -13,7 +13,7 @@ from halfmoon.bus.errors import RemoteError
 from halfmoon.prefill.state import HalfState as PrefillState
 from halfmoon.schemas import subjects
 from halfmoon.schemas.ids import WorkerId
-from halfmoon.schemas.members import MemberState
+from halfmoon.schemas.members import MEMBER_LOST_AFTER_S, Goodbye, MemberState
 from halfmoon.schemas.requests import FinishReason, Sampling
 from halfmoon.schemas.splits import DecodeHalf, HalfAccepted, KvReady, PrefillHalf, Role
 from halfmoon.schemas.wire import ErrorCode
@@ -181,6 +181,32 @@ async def test_prefill_says_goodbye_midway(pair: Cluster) -> None:
     pair.beating.discard(PREFILL)
     await pair.prefill.stop()
     await right(pair, reader, loaded_tokens=0)
+
+
+@pytest.mark.parametrize("sign", ["silence", "goodbye", "restart"])
+async def test_a_lost_decode_worker_is_not_held_for(pair: Cluster, sign: str) -> None:
+    """Long before the hand-over's own limit, and with nobody telling."""
+    await announced(pair)
+    heard = pair.prefill._peers.num_heard
+    await until(lambda: pair.prefill._peers.num_heard > heard + 2, what="heartbeats")
+    pair.beating.discard(DECODE)
+    if sign == "goodbye":
+        await announce(pair.bus, subjects.heartbeat(DECODE), Goodbye(worker=DECODE))
+    elif sign == "restart":
+        later = msgspec.structs.replace(pair.decode.heartbeat(), started_ns=time.time_ns())
+        await announce(pair.bus, subjects.heartbeat(DECODE), later)
+    await pair.idle()
+    assert pair.ended_of(Role.PREFILL)[0].error is None
+    # What others can use stays.
+    assert pair.node_a.service.store.ledger.slots.num_registered == len(TOKENS) // CHUNK_TOKENS
+
+
+async def test_a_decode_worker_that_beats_is_held_for(pair: Cluster) -> None:
+    _, decode, reader = await announced(pair)
+    started = asyncio.get_running_loop().time()
+    await until(lambda: asyncio.get_running_loop().time() > started + MEMBER_LOST_AFTER_S + 0.5, what="time")
+    await pair.send_decode(decode)
+    await right(pair, reader, loaded_tokens=len(TOKENS) - 1)
 
 
 async def test_an_engine_that_breaks_in_prefill_stops_that_worker_only(pair: Cluster) -> None:

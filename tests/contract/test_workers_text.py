@@ -13,7 +13,7 @@ from halfmoon.schemas.wire import HEADER_CONTENT_TYPE
 from halfmoon.text import TextCodec
 from support.exact_engine import CHUNK_TOKENS, reference
 from support.wait import until
-from support.workers import SEED, Cluster, Reader, cluster
+from support.workers import DECODE, SEED, Cluster, Reader, cluster
 
 TOKENS = [40 + place for place in range(CHUNK_TOKENS + 3)]
 """ASCII, so that the prompt ends with a whole character."""
@@ -202,9 +202,15 @@ async def test_a_continuation_of_what_was_complete_ends_at_once(pair: Cluster, c
 
 
 async def test_heartbeats_tell_tokens_once_they_are_out(pair: Cluster) -> None:
+    _, _, cold = await pair.submit(TOKENS)
+    await cold.finished()
+    await pair.idle()
+    pair.beating.discard(DECODE)  # Each beat tells what is new: here they are looked at one by one.
+    num_steps = pair.decode_engine.at["decode"]
     gate = pair.decode_engine.hold("decode")
-    _, half, reader = await pair.submit(TOKENS, sampling=Sampling(max_tokens=5))
-    await until(lambda: pair.decode_engine.at.get("decode") == 1)
+    reuse = [(pair.node_a.source,)] * (len(TOKENS) // CHUNK_TOKENS)
+    _, half, reader = await pair.submit(TOKENS, sampling=Sampling(max_tokens=5), reuse=reuse)
+    await until(lambda: pair.decode_engine.at["decode"] == num_steps + 1)
     assert [(entry.num_tokens, entry.new_tokens) for entry in pair.decode.heartbeat().requests] == [(0, ())]
     run = pair.decode._runs[half.transfer_id]
     gate.set()
@@ -212,6 +218,8 @@ async def test_heartbeats_tell_tokens_once_they_are_out(pair: Cluster) -> None:
     first, second = run.progress(), run.progress()
     assert (first.num_tokens, first.new_tokens) == (5, tuple(reader.tokens))
     assert (second.num_tokens, second.new_tokens) == (5, ())
+    # What another decode worker, that goes on from here, is to tell the client.
+    assert first.cached_tokens == second.cached_tokens == len(reuse) * CHUNK_TOKENS > 0
     await pair.idle()
     assert pair.decode.heartbeat().requests == ()
-    assert pair.ended_of(Role.DECODE)[0].num_generated_tokens == 5
+    assert pair.ended_of(Role.DECODE)[1].num_generated_tokens == 5

@@ -1,16 +1,23 @@
 """`halfmoon up` as a person uses it: comes up, says so, survives a death, and leaves nothing behind."""
 
+import asyncio
 import os
 import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
 import pytest
 
+from halfmoon.bus.endpoint import call
+from halfmoon.bus.nats import NatsBus, NatsSettings
+from halfmoon.schemas import subjects
+from halfmoon.schemas.ids import NodeId
+from halfmoon.schemas.kv_tier import PoolStats, Stats
 from support.system import System, clean_environ, free_port
 from support.wait import until_blocking
 
@@ -87,6 +94,26 @@ def test_a_second_start_in_the_same_folder_is_right_and_warm(model: Path, tmp_pa
         assert first.json()["choices"] == second.json()["choices"]
 
 
+def pools(system: System) -> list[PoolStats]:
+    """What both pools say of themselves."""
+
+    async def stats() -> list[PoolStats]:
+        bus = await NatsBus.connect(NatsSettings(url=system.nats_url, name="test"))
+        try:
+            return [
+                await call(bus, f"{subjects.kv_tier(NodeId(node))}.stats", Stats(), PoolStats, timeout_s=5)
+                for node in ("node-a", "node-b")
+            ]
+        finally:
+            await bus.close()
+
+    return asyncio.run(stats())
+
+
+def is_idle(pool: PoolStats) -> bool:
+    return pool.leased == pool.staged == pool.num_leases == 0
+
+
 @pytest.mark.parametrize(
     "name", ["prefill-1", "decode-1", "kv-tier-node-a", "conductor", "registry", "gateway", "nats", "etcd"]
 )
@@ -104,6 +131,11 @@ def test_what_is_killed_comes_back_and_the_next_answer_is_right(system: System, 
 
     until_blocking(answers, 60, what=f"answers after the death of {name}")
     assert ask(system, prompt).json()["choices"] == before.json()["choices"]
+    until_blocking(lambda: all(is_idle(pool) for pool in pools(system)), 15, what="all leases are given back")
+    # Nothing is left that a drain would wait for, up to its 30 s.
+    started = time.monotonic()
+    assert system.stop() == 0
+    assert time.monotonic() - started < 20
 
 
 def test_without_prefill_workers_a_request_is_refused_at_once(model: Path, tmp_path: Path) -> None:

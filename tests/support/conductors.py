@@ -17,7 +17,7 @@ from halfmoon.conductor.config import ConductorConfig
 from halfmoon.conductor.service import Conductor
 from halfmoon.lifecycle import Runtime
 from halfmoon.schemas import subjects
-from halfmoon.schemas.ids import ModelName, NodeId, RequestId, WorkerId
+from halfmoon.schemas.ids import ModelName, NodeId, RequestId, TransferId, WorkerId
 from halfmoon.schemas.kv_tier import PoolStats
 from halfmoon.schemas.members import Goodbye, MemberState, NodeHeartbeat, RequestProgress, WorkerHeartbeat
 from halfmoon.schemas.model import ModelCard
@@ -96,6 +96,9 @@ class FakeWorker:
         self.headers: list[dict[str, str]] = []
         self.cancels: list[RequestId] = []
         self.kv_failed: list[KvFailed] = []
+        self.transfers_done: list[TransferId] = []
+        self.cached_tokens = 0
+        """What it reports of each request, as found in the cache."""
         self.running: dict[RequestId, DecodeHalf | PrefillHalf] = {}
         self.sent: dict[RequestId, list[int]] = defaultdict(list)
         self._reported: dict[RequestId, int] = defaultdict(int)
@@ -178,7 +181,14 @@ class FakeWorker:
             known = len(half.known) if isinstance(half, DecodeHalf) else 0
             new = tuple(sent[self._reported[request_id] :])
             self._reported[request_id] = len(sent)
-            progress.append(RequestProgress(request_id=request_id, num_tokens=known + len(sent), new_tokens=new))
+            progress.append(
+                RequestProgress(
+                    request_id=request_id,
+                    num_tokens=known + len(sent),
+                    new_tokens=new,
+                    cached_tokens=self.cached_tokens,
+                )
+            )
         heartbeat = WorkerHeartbeat(
             worker=self.worker,
             role=self.role,
@@ -210,6 +220,7 @@ class FakeWorker:
                 if heard.request_id in self.running:
                     await self.end(heard.request_id, Error(code=ErrorCode.CANCELLED, message=heard.reason))
             case TransferDone():
+                self.transfers_done.append(heard.transfer_id)
                 self.running.pop(heard.request_id, None)
 
     async def _on_half(self, half: PrefillHalf | DecodeHalf, message: BusMessage) -> None:

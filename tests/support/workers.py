@@ -320,7 +320,7 @@ async def cluster(
             running.ended.append(decoder.decode(message.data, message.headers))
 
         await bus.subscribe(subjects.ended(CONDUCTOR), on_ended)
-        running.beating.add(PREFILL)
+        running.beating |= {PREFILL, DECODE}
         beats = asyncio.create_task(_beat(running))
         try:
             yield running
@@ -334,6 +334,8 @@ async def _beat(running: Cluster) -> None:
     while True:
         if PREFILL in running.beating:
             await announce(running.bus, subjects.heartbeat(PREFILL), running.prefill.heartbeat())
+        if DECODE in running.beating:
+            await announce(running.bus, subjects.heartbeat(DECODE), running.decode.heartbeat())
         await asyncio.sleep(0.1)
 
 

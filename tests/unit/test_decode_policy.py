@@ -147,8 +147,8 @@ def test_the_last_token_is_always_computed(loaded: int, num_tokens: int, start: 
 
 
 def test_a_worker_is_lost_after_its_time_and_grace() -> None:
-    assert not is_lost(103.0, 100.0, 2.0, 1.0)
-    assert is_lost(103.01, 100.0, 2.0, 1.0)
+    assert not is_lost(3.0, 2.0, 1.0)
+    assert is_lost(3.01, 2.0, 1.0)
 
 
 def test_kv_is_held_until_the_earlier_of_both_bounds() -> None:

@@ -27,6 +27,8 @@ class RequestProgress(Message, frozen=True):
     """Completion tokens so far (decode); prompt tokens computed so far (prefill)."""
     new_tokens: tuple[int, ...] = ()
     """Decode only: the tokens since the last heartbeat, so that another worker could go on from them."""
+    cached_tokens: int = 0
+    """Decode only: prompt tokens that came from the cache. Known once there are new tokens."""
 
 
 class WorkerHeartbeat(Message, frozen=True, tag="heartbeat.worker.v1"):

@@ -62,6 +62,7 @@ class DecodeHalf(Message, frozen=True, tag="split.decode.v1"):
     known: tuple[int, ...] = ()
     """Completion tokens that the client may have already, where another worker had begun."""
     cached_tokens: int = 0
+    """Prompt tokens from the cache, as that other worker found them: what the client is told in the end."""
     attempt: int = 1
     """A half of a known transfer with a higher attempt names another prefill worker for it; nothing else changes."""
     priority: int = 0

@@ -24,7 +24,7 @@ from halfmoon.conductor.state import RequestEvent
 from halfmoon.schemas import subjects
 from halfmoon.schemas.ids import WorkerId
 from halfmoon.schemas.requests import RequestCancel
-from halfmoon.schemas.splits import DecodeHalf, HalfAccepted, KvFailed, PrefillHalf, Role
+from halfmoon.schemas.splits import DecodeHalf, HalfAccepted, KvFailed, PrefillHalf, Role, TransferDone
 from halfmoon.schemas.wire import Error, ErrorCode
 from halfmoon.tracing import inject
 
@@ -186,6 +186,13 @@ class Dispatcher:
         failed = KvFailed(request_id=request.request_id, transfer_id=request.transfer_id, error=error)
         await self._tell(subjects.kv_ready(request.decode_worker), failed, request)
 
+    async def tell_unread(self, request: OpenRequest) -> None:
+        """The decode worker is lost: nobody reads this transfer's KV, so prefill need not hold it."""
+        worker, request.prefill_worker = request.prefill_worker, None
+        if worker is not None and request.transfer_id is not None:
+            done = TransferDone(request_id=request.request_id, transfer_id=request.transfer_id)
+            await self._tell(subjects.split_prefill(worker), done, request)
+
     async def tell_cancel(self, request: OpenRequest, reason: str) -> None:
         """To the request's workers alone; they end it as they end any cancelled request."""
         cancel = RequestCancel(request_id=request.request_id, reason=reason)
@@ -216,6 +223,7 @@ class Dispatcher:
             encoding=submission.encoding,
             prefill_worker=prefill,
             known=self._flights.known(request.request_id),
+            cached_tokens=self._flights.cached_tokens(request.request_id),
             attempt=request.attempt,
             priority=body.priority,
             deadline_ns=request.submission.deadline_ns,
@@ -240,7 +248,7 @@ class Dispatcher:
         self._instruments.asked(role.value, answer.code.value if isinstance(answer, Error) else _word(answer))
         return answer
 
-    async def _tell(self, subject: str, message: KvFailed | RequestCancel, request: OpenRequest) -> None:
+    async def _tell(self, subject: str, message: KvFailed | RequestCancel | TransferDone, request: OpenRequest) -> None:
         try:
             await announce(self._bus, subject, message, headers=self._headers(request))
         except BusError as error:

@@ -26,6 +26,8 @@ class Flight:
     attempt: int = 1
     known: list[int] = field(default_factory=list)
     """Completion tokens from the first on, without a gap."""
+    cached_tokens: int = 0
+    """Prompt tokens that came from the cache, as the decode worker reports them to the client."""
 
 
 class Flights:
@@ -45,6 +47,10 @@ class Flights:
         flight = self._flights.get(request_id)
         return tuple(flight.known) if flight is not None else ()
 
+    def cached_tokens(self, request_id: RequestId) -> int:
+        flight = self._flights.get(request_id)
+        return flight.cached_tokens if flight is not None else 0
+
     def sent_decode(self, worker: WorkerId, half: DecodeHalf) -> None:
         flight = self._touch(half.request_id)
         flight.transfer_id = half.transfer_id
@@ -53,6 +59,7 @@ class Flights:
         flight.attempt = half.attempt
         if len(half.known) > len(flight.known):
             flight.known = list(half.known)
+            flight.cached_tokens = half.cached_tokens
 
     def sent_prefill(self, worker: WorkerId, half: PrefillHalf) -> None:
         flight = self._touch(half.request_id)
@@ -69,6 +76,7 @@ class Flights:
             begin = progress.num_tokens - len(progress.new_tokens)
             if begin <= len(flight.known) < progress.num_tokens:
                 flight.known[begin:] = progress.new_tokens
+                flight.cached_tokens = progress.cached_tokens
 
     def ended(self, ended: HalfEnded) -> None:
         flight = self._flights.get(ended.request_id)

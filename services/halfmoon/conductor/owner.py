@@ -217,6 +217,7 @@ class Owner:
                         await self._refuse(request, error)
                         return
                 case GiveUp(is_cancelled, is_late):
+                    await self._parts.dispatcher.tell_unread(request)
                     await self._refuse(request, self._given_up(request, is_cancelled=is_cancelled, is_late=is_late))
                     return
                 case Resplit():
@@ -256,6 +257,7 @@ class Owner:
         request.machine.fire(RequestEvent.RESUME)
         self._parts.instruments.moved("decode")
         self._parts.log.warning("decode worker lost; resuming", request_id=request.request_id, worker=lost)
+        await self._parts.dispatcher.tell_unread(request)
         error = await self._place(request)
         if error is None or error.code in (ErrorCode.CANCELLED, ErrorCode.DEADLINE):
             return error

@@ -19,7 +19,6 @@ from halfmoon.decode.config import DecodeConfig
 from halfmoon.decode.kv import Transfer
 from halfmoon.decode.metrics import DecodeMetrics
 from halfmoon.decode.outbox import MAX_BATCH_TOKENS, Outbox
-from halfmoon.decode.peers import PeerWatch
 from halfmoon.decode.policy import completion_limit, num_computed
 from halfmoon.decode.pull import ChunkPuller
 from halfmoon.decode.state import HALF_TABLE, HalfEvent, HalfState, KvProgress
@@ -38,6 +37,7 @@ from halfmoon.tracing.names import DECODE_GENERATE, DECODE_QUEUE, DECODE_REQUEST
 from halfmoon.worker.jobs import Job
 from halfmoon.worker.leases import LeaseSet
 from halfmoon.worker.line import Places
+from halfmoon.worker.peers import PeerWatch
 from halfmoon.worker.sequences import EngineCrashed, OpenSequence, Sequences
 
 
@@ -112,7 +112,10 @@ class DecodeRun:
         sent = self._outbox.sent if self._outbox is not None else []
         new, self._num_reported = sent[self._num_reported :], len(sent)
         return RequestProgress(
-            request_id=self.half.request_id, num_tokens=len(self.half.known) + len(sent), new_tokens=tuple(new)
+            request_id=self.half.request_id,
+            num_tokens=len(self.half.known) + len(sent),
+            new_tokens=tuple(new),
+            cached_tokens=self._reported_cached_tokens(),
         )
 
     async def run(self) -> None:

@@ -11,7 +11,6 @@ from halfmoon.bus import endpoint
 from halfmoon.bus.errors import BusError
 from halfmoon.bus.protocol import Bus
 from halfmoon.decode.config import DecodeConfig
-from halfmoon.decode.peers import PeerWatch
 from halfmoon.decode.policy import Generate, Pull, Recompute, Wait, is_lost, next_step
 from halfmoon.decode.pull import ChunkPuller
 from halfmoon.decode.state import HalfEvent, KvProgress
@@ -20,6 +19,7 @@ from halfmoon.schemas.ids import RequestId, TransferId, WorkerId
 from halfmoon.schemas.members import MEMBER_LOST_AFTER_S
 from halfmoon.schemas.splits import KvFailed, KvReady, TransferDone
 from halfmoon.worker.leases import LeaseSet
+from halfmoon.worker.peers import PeerWatch, Watched
 from halfmoon.worker.sequences import OpenSequence
 
 CHECK_S = 0.1
@@ -118,21 +118,20 @@ class Transfer:
         if provider is None:
             await self._news.wait()
             return
-        with self._peers.watching(provider):
+        with self._peers.watching(provider) as watched:
             while not self._news.is_set():
                 try:
                     async with asyncio.timeout(CHECK_S):
                         await self._news.wait()
                 except TimeoutError:
-                    self.progress.given_up = self._hopeless(provider)
+                    self.progress.given_up = self._hopeless(provider, watched)
                     if self.progress.given_up is not None:
                         return
 
-    def _hopeless(self, provider: WorkerId) -> str | None:
-        now_s = time.monotonic()
-        if is_lost(now_s, self._peers.heard_s(provider), MEMBER_LOST_AFTER_S, self._config.resplit_grace_s):
+    def _hopeless(self, provider: WorkerId, watched: Watched) -> str | None:
+        if is_lost(watched.silent_s, MEMBER_LOST_AFTER_S, self._config.resplit_grace_s):
             return f"prefill worker {provider} is lost, and no other has taken over"
-        if now_s - self._news_s > self._config.kv_wait_s:
+        if time.monotonic() - self._news_s > self._config.kv_wait_s:
             return f"nothing came from prefill worker {provider} for {self._config.kv_wait_s:g} s"
         return None
 

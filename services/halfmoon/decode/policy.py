@@ -86,6 +86,6 @@ def num_computed(num_loaded_tokens: int, num_tokens: int) -> int:
     return min(num_loaded_tokens, num_tokens - 1)
 
 
-def is_lost(now_s: float, heard_s: float, lost_after_s: float, grace_s: float) -> bool:
-    """Whether a prefill worker that was last heard at `heard_s` is given up: lost, and nobody took its half over."""
-    return now_s - heard_s > lost_after_s + grace_s
+def is_lost(silent_s: float, lost_after_s: float, grace_s: float) -> bool:
+    """Whether a prefill worker that has been silent for so long is given up: lost, and nobody took its half over."""
+    return silent_s > lost_after_s + grace_s

@@ -14,7 +14,6 @@ from halfmoon.decode.config import DecodeConfig
 from halfmoon.decode.early import EarlyBuffer
 from halfmoon.decode.half import DecodeRun, Parts
 from halfmoon.decode.metrics import DecodeMetrics
-from halfmoon.decode.peers import PeerWatch
 from halfmoon.decode.policy import refusal
 from halfmoon.decode.pull import ChunkPuller
 from halfmoon.decode.state import HalfState
@@ -40,6 +39,7 @@ from halfmoon.worker.chunk_records import ChunkRecorder
 from halfmoon.worker.engine import build_engine
 from halfmoon.worker.jobs import Jobs
 from halfmoon.worker.line import Places
+from halfmoon.worker.peers import PeerWatch
 from halfmoon.worker.prompt import PromptComputer
 from halfmoon.worker.recent import RecentTransfers
 from halfmoon.worker.station import Station

@@ -1,6 +1,7 @@
 """One prefill half, from its acceptance to its end."""
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
@@ -17,7 +18,7 @@ from halfmoon.machine import Machine
 from halfmoon.pool.client import PoolClient
 from halfmoon.prefill.config import PrefillConfig
 from halfmoon.prefill.metrics import PrefillMetrics
-from halfmoon.prefill.policy import hold_until_ns
+from halfmoon.prefill.policy import hold_until_ns, is_gone
 from halfmoon.prefill.state import HALF_TABLE, HalfEvent, HalfState
 from halfmoon.schemas import subjects
 from halfmoon.schemas.ids import WorkerId
@@ -30,8 +31,12 @@ from halfmoon.tracing.names import PREFILL_QUEUE, PREFILL_REQUEST
 from halfmoon.worker.jobs import Job
 from halfmoon.worker.leases import LeaseSet
 from halfmoon.worker.line import Places
+from halfmoon.worker.peers import PeerWatch, Watched
 from halfmoon.worker.prompt import PromptComputer, PromptJob
 from halfmoon.worker.sequences import EngineCrashed, Sequences
+
+CHECK_S = 0.1
+"""How often a half that hands over looks whether its decode worker is still there."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,6 +49,7 @@ class Parts:
     pool: PoolClient
     sequences: Sequences
     places: Places
+    peers: PeerWatch
     computer: PromptComputer
     tracer: Tracer
     metrics: PrefillMetrics
@@ -155,21 +161,26 @@ class PrefillRun:
         return error
 
     async def _serve(self) -> Error | None:
-        parts, half = self._parts, self.half
-        async with self._leases() as leases:
-            async with AsyncExitStack() as turn:
-                with parts.tracer.span(PREFILL_QUEUE):
-                    await turn.enter_async_context(parts.places.place(priority=half.priority))
-                parts.metrics.queue_s.observe((time.time_ns() - self._accepted_ns) / 1e9)
-                self._machine.fire(HalfEvent.START)
-                error = await self._make(leases)
-            self._machine.fire(HalfEvent.COMPUTED)
-            parts.metrics.duration_s.observe((time.time_ns() - self._accepted_ns) / 1e9)
-            if error is not None:
-                self._log.warning("prompt computed in part; decode computes the rest", error=error.message)
-                await self._tell_failure(error)
-            await self._hold()
+        # From the beginning: a decode worker that is restarted while this computes has forgotten what it was told.
+        with self._parts.peers.watching(self.half.decode_worker) as reader:
+            async with self._leases() as leases:
+                error = await self._in_turn(leases)
+                self._machine.fire(HalfEvent.COMPUTED)
+                self._parts.metrics.duration_s.observe((time.time_ns() - self._accepted_ns) / 1e9)
+                if error is not None:
+                    self._log.warning("prompt computed in part; decode computes the rest", error=error.message)
+                    await self._tell_failure(error)
+                await self._hold(reader)
         return None
+
+    async def _in_turn(self, leases: LeaseSet) -> Error | None:
+        parts = self._parts
+        async with AsyncExitStack() as turn:
+            with parts.tracer.span(PREFILL_QUEUE):
+                await turn.enter_async_context(parts.places.place(priority=self.half.priority))
+            parts.metrics.queue_s.observe((time.time_ns() - self._accepted_ns) / 1e9)
+            self._machine.fire(HalfEvent.START)
+            return await self._make(leases)
 
     async def _make(self, leases: LeaseSet) -> Error | None:
         """Acquire, announce, compute, announce; why it ended before the last chunk."""
@@ -197,14 +208,20 @@ class PrefillRun:
         self._num_computed += sum(chunk.num_tokens for chunk in chunks)
         await self._announce(chunks)
 
-    async def _hold(self) -> None:
-        """Keep the leases until decode has read what they protect, or has had time enough."""
+    async def _hold(self, reader: Watched) -> None:
+        """Keep the leases until decode has read what they protect, has had time enough, or is gone."""
         until_ns = hold_until_ns(time.time_ns(), self._deadline_ns, self._parts.config.handover_timeout_s)
-        try:
-            async with asyncio.timeout(max(0.0, (until_ns - time.time_ns()) / 1e9)):
-                await self._let_go.wait()
-        except TimeoutError:
-            self._log.warning("decode never said that it has the KV; letting go of it")
+        while not self._let_go.is_set():
+            if is_gone(reader.silent_s, was_restarted=reader.was_restarted):
+                self._log.warning("the decode worker is lost; letting go of the KV", worker=self.half.decode_worker)
+                return
+            left_s = (until_ns - time.time_ns()) / 1e9
+            if left_s <= 0:
+                self._log.warning("decode never said that it has the KV; letting go of it")
+                return
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(min(left_s, CHECK_S)):
+                    await self._let_go.wait()
 
     def _leases(self) -> LeaseSet:
         return LeaseSet(

@@ -26,6 +26,7 @@ from halfmoon.worker.chunk_records import ChunkRecorder
 from halfmoon.worker.engine import build_engine
 from halfmoon.worker.jobs import Jobs
 from halfmoon.worker.line import Places
+from halfmoon.worker.peers import PeerWatch
 from halfmoon.worker.prompt import PromptComputer
 from halfmoon.worker.recent import RecentTransfers
 from halfmoon.worker.station import Station
@@ -47,6 +48,7 @@ class Prefill:
         self._metrics = PrefillMetrics(runtime.metrics)
         self._station = Station(runtime, engine or build_engine(config), Role.PREFILL)
         recorder = ChunkRecorder(runtime.telemetry.tracer, self._station.node, self._metrics.count_chunk)
+        self._peers = PeerWatch(runtime.bus)
         self._parts = Parts(
             worker=runtime.worker_id,
             config=config,
@@ -54,6 +56,7 @@ class Prefill:
             pool=self._station.pool,
             sequences=self._station.sequences,
             places=Places(config.max_requests),
+            peers=self._peers,
             computer=PromptComputer(runtime.telemetry.tracer, recorder, runtime.log),
             tracer=runtime.telemetry.tracer,
             metrics=self._metrics,
@@ -67,6 +70,7 @@ class Prefill:
 
     async def start(self) -> None:
         await self._station.start()
+        await self._peers.start()
         bus, worker = self._runtime.bus, self._runtime.worker_id
         self._record = await bus.add_service("halfmoon-prefill", VERSION, "Computes prompts' KV.")
         subject = subjects.split_prefill(worker)
@@ -88,6 +92,7 @@ class Prefill:
         if self._record is not None:
             await self._record.stop()
         await self._jobs.close(STOPPING)
+        await self._peers.stop()
         await self._station.stop()
 
     def heartbeat(self) -> WorkerHeartbeat:
