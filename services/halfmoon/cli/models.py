@@ -32,10 +32,14 @@ def resolve_model(
 
 def _default(common: CommonConfig, console: Console) -> Path:
     models_dir = Path(os.environ.get("HALFMOON_MODELS_DIR", common.data_dir / "models"))
+    steps: list[str] = []
     with bar(console, f"{NAME}: looking") as progress:
 
         def show(step: str, done: float) -> None:
             progress.say(f"{NAME}: {step}")
             progress.set(done)
+            if not console.is_terminal and step not in steps:
+                steps.append(step)
+                console.print(f"{NAME}: {step}", highlight=False)
 
         return fetch(models_dir, show)

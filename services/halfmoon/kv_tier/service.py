@@ -24,7 +24,7 @@ from halfmoon.kv_tier.requests import Requests
 from halfmoon.kv_tier.store import ChunkStore
 from halfmoon.lifecycle.runtime import Runtime, StartupError
 from halfmoon.models.folder import ModelFolderError
-from halfmoon.pool.arena import Arena, ArenaError, aligned, arena_path, remove_stale
+from halfmoon.pool.arena import DEFAULT_SHM_DIR, Arena, ArenaError, aligned, arena_path, remove_stale
 from halfmoon.schemas import subjects
 from halfmoon.schemas.chunks import ChunkEvent, ChunkRegistered, NodeCleared
 from halfmoon.schemas.ids import LeaseId, NodeId
@@ -164,6 +164,9 @@ class KvTier:
                 "or lower chunk_tokens"
             )
         path = arena_path(config.shm_dir, self._node, self._epoch)
+        if config.shm_dir.parent == DEFAULT_SHM_DIR:
+            config.shm_dir.mkdir(mode=0o700, exist_ok=True)
+            self._undo.callback(_remove_empty, config.shm_dir)
         try:
             for stale in await asyncio.to_thread(remove_stale, config.shm_dir, self._node):
                 self._log.info("removed what a dead kv-tier left", path=str(stale))
@@ -324,3 +327,9 @@ def _model_chunk_bytes(config: KvTierConfig) -> int:
         return config.chunk_tokens * kv_bytes_per_token(config.engine, config.model or Path(), config.kv_dtype)
     except (ModelFolderError, EngineError) as error:
         raise StartupError(str(error)) from None
+
+
+def _remove_empty(folder: Path) -> None:
+    """A folder of a system's own goes with the last arena in it."""
+    with contextlib.suppress(OSError):
+        folder.rmdir()

@@ -115,7 +115,6 @@ class _Up:
     async def _live(self) -> None:
         console, options = self._console, self._options
         console.print(f"halfmoon: data and logs are in {options.data_dir}", markup=False, highlight=False)
-        options.shm_dir.mkdir(mode=0o700, exist_ok=True)
         endpoints = await self._supervisor.start_servers()
         specs = plan_processes(
             options, endpoints, secret=cluster_secret(options.data_dir), host=socket.gethostname() or "localhost"
@@ -142,7 +141,12 @@ class _Up:
             await watch.stop()
             await bus.close()
         console.print(system_table(options, endpoints, specs, self._supervisor.children))
-        console.print(f"traces: halfmoon trace --data-dir {options.data_dir} REQUEST_ID", markup=False, highlight=False)
+        console.print(
+            f"traces: halfmoon trace --data-dir {options.data_dir} REQUEST_ID",
+            markup=False,
+            highlight=False,
+            soft_wrap=True,
+        )
         console.print("ready", style="bold green")
         console.print(curl_to_paste(options), markup=False, highlight=False, soft_wrap=True)
 
