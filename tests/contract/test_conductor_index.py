@@ -59,6 +59,8 @@ class FakeRegistry:
         self.bus = bus
         self.placements: list[ChunkPlacement] = []
         self.stream_seq = 0
+        self.epochs: dict[NodeId, int] = {}
+        self.lost: tuple[NodeId, ...] = ()
         self.num_asked = 0
 
     async def start(self) -> None:
@@ -78,6 +80,8 @@ class FakeRegistry:
             stream_seq=self.stream_seq,
             placements=tuple(self.placements[at:following]),
             cursor=b"%d" % following if following < len(self.placements) else None,
+            epochs=self.epochs if ask.cursor is None else {},
+            lost=self.lost if ask.cursor is None else (),
         )
 
 
@@ -89,8 +93,21 @@ async def registry(bus_maker: BusMaker) -> FakeRegistry:
 
 
 @pytest.fixture
-async def indexer(bus_maker: BusMaker, registry: FakeRegistry) -> AsyncIterator[Indexer]:
-    indexer = Indexer(await bus_maker(), structlog.stdlib.get_logger("test"), page_timeout_s=1.0, first_retry_s=0.02)
+def live() -> dict[NodeId, int]:
+    """The pools whose heartbeats are heard."""
+    return {NODE: 1}
+
+
+@pytest.fixture
+async def indexer(bus_maker: BusMaker, registry: FakeRegistry, live: dict[NodeId, int]) -> AsyncIterator[Indexer]:
+    indexer = Indexer(
+        await bus_maker(),
+        structlog.stdlib.get_logger("test"),
+        live=lambda: live,
+        page_timeout_s=1.0,
+        first_retry_s=0.02,
+        check_s=0.02,
+    )
     running = asyncio.create_task(indexer.run())
     yield indexer
     running.cancel()
@@ -114,6 +131,46 @@ async def test_snapshot_then_stream_without_gap_or_repeat(registry: FakeRegistry
     await registry.publish(NodeCleared(node=NODE, epoch=2))
     await until(lambda: len(indexer.index) == 0)
     assert indexer.num_rebuilds == 1
+
+
+async def test_late_events_of_an_older_life_are_refused(registry: FakeRegistry, indexer: Indexer) -> None:
+    """The node has cleared before the snapshot, which therefore shows nothing of it but its epoch."""
+    registry.stream_seq = await registry.publish(NodeCleared(node=NODE, epoch=2))
+    registry.epochs = {NODE: 2}
+    await registry.start()
+    await until(lambda: indexer.is_current)
+    await registry.publish(registered(KEYS[0], epoch=1))
+    await registry.publish(registered(KEYS[1], epoch=2))
+    await until(lambda: bool(indexer.index.nodes_of(KEYS[1])))
+    assert not indexer.index.nodes_of(KEYS[0])
+
+
+async def test_what_a_lost_node_holds_comes_back_with_it(
+    registry: FakeRegistry, indexer: Indexer, live: dict[NodeId, int]
+) -> None:
+    """The snapshot is taken while the node is lost: its chunks are left out, and the stream won't tell them again."""
+    live.clear()
+    registry.stream_seq = await registry.publish(registered(*KEYS))
+    registry.epochs, registry.lost = {NODE: 1}, (NODE,)
+    await registry.start()
+    await until(lambda: indexer.is_current)
+    assert len(indexer.index) == 0
+    assert indexer.num_rebuilds == 1
+    # In another epoch it is another pool, of which the stream tells everything.
+    live[NODE] = 2
+    await registry.publish(registered(KEYS[0], epoch=1))
+    await until(lambda: len(indexer.index) == 1)
+    assert indexer.num_rebuilds == 1
+    # Heard here before the registry has noticed: the snapshot is asked for until it shows the node.
+    live[NODE] = 1
+    await until(lambda: indexer.num_rebuilds >= 3)
+    registry.placements = [ChunkPlacement(node=NODE, epoch=1, chunk=chunk) for chunk in registered(*KEYS).chunks]
+    registry.lost = ()
+    await until(lambda: len(indexer.index) == len(KEYS))
+    num_rebuilds = indexer.num_rebuilds
+    await registry.publish(ChunkEvicted(node=NODE, epoch=1, keys=(KEYS[0],), reason=EvictReason.CAPACITY))
+    await until(lambda: not indexer.index.nodes_of(KEYS[0]))
+    assert indexer.num_rebuilds == num_rebuilds
 
 
 async def test_a_snapshot_from_before_the_stream_begins_is_asked_for_again(

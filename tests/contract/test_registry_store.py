@@ -84,6 +84,22 @@ async def test_a_chunk_that_is_everywhere_does_not_make_the_answer_too_large(sto
     assert len((await store.lookup([key(1)], 5.0))[0]) == MAX_PLACEMENTS_PER_KEY
 
 
+async def test_a_snapshot_names_lost_nodes_and_leaves_out_what_they_hold(store: Store) -> None:
+    term = await elected(store)
+    nodes = [NodeRecord(node=NodeId("a"), epoch=5), NodeRecord(node=NodeId("b"), epoch=7, lost_ns=1)]
+    placements = [placement(node, epoch, number) for node, epoch in (("a", 5), ("b", 7)) for number in range(2)]
+    await term.apply([*(PutNode(node) for node in nodes), *(PutPlacement(each) for each in placements)], 1)
+    first = await store.snapshot(None, None, 3, 5.0)
+    second = await store.snapshot(first.cursor, first.revision, 3, 5.0)
+    assert {*first.placements, *second.placements} == set(placements[:2])
+    assert (first.epochs, first.lost) == ({"a": 5, "b": 7}, ("b",))
+    assert (second.epochs, second.lost) == ({}, ())
+    await term.apply([PutNode(NodeRecord(node=NodeId("b"), epoch=7))], 2)
+    again = await store.snapshot(None, None, 9, 5.0)
+    assert set(again.placements) == set(placements)
+    assert again.lost == ()
+
+
 async def test_pages_are_of_one_revision_whatever_is_written_meanwhile(store: Store) -> None:
     term = await elected(store)
     await term.apply(plan_event(registered("a", 5, *range(10)), {}), 1)

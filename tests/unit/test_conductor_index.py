@@ -115,12 +115,14 @@ def test_a_snapshot_and_the_events_after_it_are_as_good_as_all_events(
         for key in KEYS
         if naive.holds(node, key) and (epoch := naive.epoch(node)) is not None
     ]
-    rebuilt = ChunkIndex.of(snapshot)
-    # What the snapshot covers may be told again: events carry all that is needed to see that they are old.
-    for event in [*(e for e in extra if e.epoch >= (naive.epoch(e.node) or 0))]:
+    epochs = {node: epoch for node in NODES if (epoch := naive.epoch(node)) is not None}
+    rebuilt = ChunkIndex.of(snapshot, epochs)
+    # Events of any epoch follow; also of older ones, of nodes that hold nothing since.
+    for event in extra:
         whole.apply(event)
         rebuilt.apply(event)
     assert [rebuilt.nodes_of(key) for key in KEYS] == [whole.nodes_of(key) for key in KEYS]
+    assert rebuilt.epochs == whole.epochs
 
 
 def test_a_restarted_node_gets_no_credit_for_its_former_life() -> None:
@@ -131,6 +133,14 @@ def test_a_restarted_node_gets_no_credit_for_its_former_life() -> None:
     index.apply(NodeCleared(node=NODES[0], epoch=2))
     index.apply(registered(NODES[0], 1, KEYS[0]))
     assert len(index) == 0
+
+
+def test_a_snapshot_of_a_node_that_cleared_refuses_what_its_older_life_says_late() -> None:
+    index = ChunkIndex.of([], {NODES[0]: 2})
+    index.apply(registered(NODES[0], 1, *KEYS))
+    assert len(index) == 0
+    index.apply(registered(NODES[0], 2, KEYS[0]))
+    assert len(index.match(KEYS, {NODES[0]: 2})) == 1
 
 
 def test_a_node_that_is_away_is_not_matched_and_one_that_is_dropped_is_forgotten() -> None:

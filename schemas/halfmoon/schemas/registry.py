@@ -37,6 +37,9 @@ class SnapshotPage(Message, frozen=True, tag="registry.page.v1"):
     epochs: dict[NodeId, int] = msgspec.field(default_factory=dict)
     """On the first page: the newest epoch of every node, also of those without placements. Events of older ones that
     come later in the stream mean nothing."""
+    lost: tuple[NodeId, ...] = ()
+    """On the first page: nodes that are taken for lost. Their placements are left out, and shown again should they come
+    back in the same epoch."""
 
 
 class Members(Message, frozen=True, tag="registry.members.v1"):

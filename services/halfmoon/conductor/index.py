@@ -44,9 +44,11 @@ class ChunkIndex:
         self._epochs: dict[NodeId, int] = {}
 
     @classmethod
-    def of(cls, placements: Iterable[ChunkPlacement]) -> "ChunkIndex":
-        """From the registry's snapshot."""
+    def of(cls, placements: Iterable[ChunkPlacement], epochs: Mapping[NodeId, int]) -> "ChunkIndex":
+        """From the registry's snapshot: `epochs` has the newest of every node, also of those that hold nothing."""
         index = cls()
+        for node, epoch in epochs.items():
+            index._enter(node, epoch)
         for placement in placements:
             if index._enter(placement.node, placement.epoch):
                 index._put(placement.node, placement.chunk.key)

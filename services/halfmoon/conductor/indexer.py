@@ -1,11 +1,16 @@
 """Keeps the chunk index true: the registry's snapshot, then the stream from there, and both again after a gap.
 
+A snapshot leaves out what lost nodes hold. The stream won't tell it again when such a node comes back in the same epoch
+(cut off, and not restarted), so then the snapshot is taken anew.
+
 While the registry is away, serving goes on with the index as it is, at first an empty one: prompts then cost more,
 and are answered all the same.
 """
 
 import asyncio
 import random
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 
 import structlog
 
@@ -15,11 +20,28 @@ from halfmoon.bus.protocol import Bus
 from halfmoon.conductor.index import ChunkIndex
 from halfmoon.schemas import subjects
 from halfmoon.schemas.chunks import ChunkEvent, ChunkPlacement
+from halfmoon.schemas.ids import NodeId
 from halfmoon.schemas.registry import Snapshot, SnapshotPage
 
 FIRST_RETRY_S = 0.25
 MAX_RETRY_S = 3.0
 MAX_PAGES = 100_000
+CHECK_S = 0.5
+"""How often it is looked whether a node has come back of which the snapshot left out the chunks."""
+
+
+@dataclass(slots=True)
+class _Snapshot:
+    """All pages of one."""
+
+    placements: list[ChunkPlacement] = field(default_factory=list)
+    stream_seq: int = 0
+    epochs: dict[NodeId, int] = field(default_factory=dict)
+    lost: tuple[NodeId, ...] = ()
+
+    def hidden(self) -> dict[NodeId, int]:
+        """Lost nodes, with the epoch in which they may come back."""
+        return {node: self.epochs[node] for node in self.lost if node in self.epochs}
 
 
 class Indexer:
@@ -30,11 +52,17 @@ class Indexer:
         bus: Bus,
         log: structlog.stdlib.BoundLogger,
         *,
+        live: Callable[[], Mapping[NodeId, int]],
         page_timeout_s: float,
         first_retry_s: float = FIRST_RETRY_S,
+        check_s: float = CHECK_S,
     ) -> None:
+        """`live`: the pools that are there now, with their epochs."""
         self._bus = bus
         self._log = log
+        self._live = live
+        self._check_s = check_s
+        self._hidden: dict[NodeId, int] = {}
         self._page_timeout_s = page_timeout_s
         self._first_retry_s = first_retry_s
         self.index = ChunkIndex()
@@ -51,7 +79,7 @@ class Indexer:
             try:
                 endpoint = await self._build(gap)
                 retry_s = self._first_retry_s
-                await gap.wait()
+                await self._until_untrue(gap)
             except (BusError, TimeoutError) as error:
                 self._log.warning(
                     "no chunk index yet: prompts may be computed again", error=str(error), retry_s=retry_s
@@ -64,8 +92,8 @@ class Indexer:
                     await endpoint.unsubscribe()
 
     async def _build(self, gap: asyncio.Event) -> Endpoint:
-        placements, stream_seq = await self._snapshot()
-        index = ChunkIndex.of(placements)
+        snapshot = await self._snapshot()
+        index = ChunkIndex.of(snapshot.placements, snapshot.epochs)
 
         async def on_event(seq: int, event: ChunkEvent) -> None:
             index.apply(event)
@@ -75,23 +103,42 @@ class Indexer:
             gap.set()
 
         endpoint: Endpoint = await read_stream(
-            self._bus, subjects.CHUNKS_STREAM, ChunkEvent, on_event, start_seq=stream_seq + 1, on_gap=on_gap
+            self._bus, subjects.CHUNKS_STREAM, ChunkEvent, on_event, start_seq=snapshot.stream_seq + 1, on_gap=on_gap
         )
         self.index = index
+        self._hidden = snapshot.hidden()
         self.is_current = True
         self.num_rebuilds += 1
-        self._log.info("chunk index built", num_chunks=len(index), stream_seq=stream_seq)
+        self._log.info("chunk index built", num_chunks=len(index), stream_seq=snapshot.stream_seq)
         return endpoint
 
-    async def _snapshot(self) -> tuple[list[ChunkPlacement], int]:
-        placements: list[ChunkPlacement] = []
+    async def _until_untrue(self, gap: asyncio.Event) -> None:
+        """Until events were missed, or a node is back of which the index knows nothing."""
+        while not gap.is_set():
+            # The registry may take it for lost a moment longer than its heartbeats are heard here: then once more.
+            timeout_s = self._check_s * random.uniform(0.8, 1.2) if self._hidden else None
+            try:
+                async with asyncio.timeout(timeout_s):
+                    await gap.wait()
+            except TimeoutError:
+                live = self._live()
+                back = [node for node, epoch in self._hidden.items() if live.get(node) == epoch]
+                if back:
+                    self._log.info("lost nodes are back: building the index anew", nodes=back)
+                    return
+
+    async def _snapshot(self) -> _Snapshot:
+        snapshot = _Snapshot()
         ask = Snapshot()
         for _ in range(MAX_PAGES):
             page = await call(
                 self._bus, subjects.registry("snapshot"), ask, SnapshotPage, timeout_s=self._page_timeout_s
             )
-            placements += page.placements
+            if ask.cursor is None:
+                snapshot.epochs, snapshot.lost = page.epochs, page.lost
+            snapshot.placements += page.placements
             if page.cursor is None:
-                return placements, page.stream_seq
+                snapshot.stream_seq = page.stream_seq
+                return snapshot
             ask = Snapshot(cursor=page.cursor, revision=page.revision)
         raise BusError(f"the registry's snapshot has more than {MAX_PAGES} pages")

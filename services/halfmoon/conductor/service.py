@@ -44,7 +44,9 @@ class Conductor:
         self.members = Members()
         self.flights = Flights()
         self.requests = OpenRequests()
-        self.indexer = Indexer(bus, log, page_timeout_s=config.snapshot_timeout_s)
+        self.indexer = Indexer(
+            bus, log, live=lambda: self.members.cluster().nodes, page_timeout_s=config.snapshot_timeout_s
+        )
         self._ears = Ears(bus, runtime.worker_id, self.members, self.flights, self.requests, self.instruments, log)
 
     async def start(self) -> None:

@@ -99,6 +99,7 @@ class Store:
             placements=tuple(each for each in self.values.placements(page) if visible(each, nodes)),
             cursor=page[-1].key if outcome.more[0] else None,
             epochs={node: record.epoch for node, record in nodes.items()} if cursor is None else {},
+            lost=tuple(sorted(node for node in nodes if nodes[node].lost_ns is not None)) if cursor is None else (),
         )
 
     async def members(self, timeout_s: float) -> MemberList:
