@@ -3,12 +3,14 @@
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
 
 from halfmoon.tracing import attributes, names
 from halfmoon.tracing.store import TraceStore
+from support.otlp import Collector
 from support.system import System, clean_environ
 from support.wait import until_blocking
 
@@ -71,6 +73,51 @@ def test_the_command_prints_the_waterfall(shm_system: System) -> None:
     assert done.returncode == 0
     for word in (request_id, "TTFT", "queue", "compute", "chunk 0", "computed", "first token", "decode"):
         assert word in done.stdout, word
+
+
+def test_a_collector_gets_every_service_of_a_request(model: Path, tmp_path: Path) -> None:
+    collector = Collector()
+    try:
+        system = System.start(
+            tmp_path / "data",
+            model,
+            "--engine=sim",
+            "--arena-mib=16",
+            "--chunk-tokens=64",
+            environ={"HALFMOON_OTLP_ENDPOINT": collector.url},
+        )
+        try:
+            request_id = ask(system, "moon " * 100)
+            wanted = {"gateway", "conductor", "prefill", "decode", "kv_tier"}
+            until_blocking(lambda: services_of(collector, request_id) >= wanted, 20, what="spans of every service")
+        finally:
+            assert system.stop() == 0
+    finally:
+        collector.close()
+
+
+def services_of(collector: Collector, request_id: str) -> set[str]:
+    """Services with spans in the trace of a request."""
+    spans = [
+        (resource.resource, span)
+        for _, request in list(collector.requests)
+        for resource in request.resource_spans
+        for scope in resource.scope_spans
+        for span in scope.spans
+    ]
+
+    def of_request(pairs: Any) -> bool:
+        return any(p.key == attributes.REQUEST_ID and p.value.string_value == request_id for p in pairs)
+
+    traces = {span.trace_id for _, span in spans if of_request(span.attributes)}
+    assert len(traces) <= 1
+    return {
+        pair.value.string_value
+        for resource, span in spans
+        if span.trace_id in traces
+        for pair in resource.attributes
+        if pair.key == "service.name"
+    }
 
 
 def test_an_unknown_request_is_said_to_be_unknown(shm_system: System, tmp_path: Path) -> None:
