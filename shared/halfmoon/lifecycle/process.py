@@ -123,6 +123,8 @@ class _Process:
         heart = asyncio.create_task(_beat(runtime.bus, runtime.worker_id, service.heartbeat, self._log))
         try:
             if await self._start(service):
+                # At once: others are served by now, and send nothing to who still says `loading`.
+                await _beat_once(runtime.bus, runtime.worker_id, service.heartbeat, self._log)
                 self._log.info("started", worker=runtime.worker_id)
                 await self._stop.wait()
                 await self._drain(service)
@@ -185,16 +187,21 @@ async def _beat(
     bus: Bus, worker_id: WorkerId, heartbeat: Callable[[], Heartbeat], log: structlog.stdlib.BoundLogger
 ) -> None:
     """Publish heartbeats at fixed times, whatever the broker's state: those that can't be sent are skipped."""
-    subject = subjects.heartbeat(worker_id)
     loop = asyncio.get_running_loop()
     due = loop.time()
     while True:
-        try:
-            await bus.publish(subject, msgspec.msgpack.encode(heartbeat()))
-        except BusError as error:
-            log.debug("heartbeat not sent", error=str(error))
+        await _beat_once(bus, worker_id, heartbeat, log)
         due = max(due + HEARTBEAT_INTERVAL_S, loop.time())
         await asyncio.sleep(due - loop.time())
+
+
+async def _beat_once(
+    bus: Bus, worker_id: WorkerId, heartbeat: Callable[[], Heartbeat], log: structlog.stdlib.BoundLogger
+) -> None:
+    try:
+        await bus.publish(subjects.heartbeat(worker_id), msgspec.msgpack.encode(heartbeat()))
+    except BusError as error:
+        log.debug("heartbeat not sent", error=str(error))
 
 
 async def _say_goodbye(bus: Bus, worker_id: WorkerId) -> None:
