@@ -124,8 +124,9 @@ class Transfer:
                     async with asyncio.timeout(CHECK_S):
                         await self._news.wait()
                 except TimeoutError:
-                    self.progress.given_up = self._hopeless(provider, watched)
-                    if self.progress.given_up is not None:
+                    reason = self._hopeless(provider, watched)
+                    if reason is not None:
+                        self.progress.given_up = reason
                         return
 
     def _hopeless(self, provider: WorkerId, watched: Watched) -> str | None:
