@@ -10,13 +10,15 @@ import pytest
 
 from halfmoon.bus.endpoint import announce, call
 from halfmoon.bus.errors import RemoteError
+from halfmoon.decode.kv import CHECK_S
+from halfmoon.decode.state import HalfState as DecodeState
 from halfmoon.prefill.state import HalfState as PrefillState
 from halfmoon.schemas import subjects
 from halfmoon.schemas.ids import WorkerId
 from halfmoon.schemas.members import MEMBER_LOST_AFTER_S, Goodbye, MemberState
 from halfmoon.schemas.requests import FinishReason, Sampling
-from halfmoon.schemas.splits import DecodeHalf, HalfAccepted, KvReady, PrefillHalf, Role
-from halfmoon.schemas.wire import ErrorCode
+from halfmoon.schemas.splits import DecodeHalf, HalfAccepted, KvFailed, KvReady, PrefillHalf, Role
+from halfmoon.schemas.wire import Error, ErrorCode
 from support.exact_engine import CHUNK_TOKENS, ExactEngine, reference
 from support.pool_nodes import Node
 from support.wait import until
@@ -96,6 +98,13 @@ async def test_a_damaged_cached_chunk_is_a_miss_for_prefill(pair: Cluster) -> No
     assert second.tokens == EXPECTED
     assert finished.usage.cached_tokens == CHUNK_TOKENS
     assert pair.prefill_engine.prefilled[-1] == (CHUNK_TOKENS, len(TOKENS) - 1)
+    # Prefill has reported it: the copy that it made instead is the one that is found from now on.
+    _, _, third = await pair.submit(TOKENS, reuse=[(pair.node_a.source,)] * 3)
+    assert (await third.finished()).usage.cached_tokens == 3 * CHUNK_TOKENS
+    await pair.idle()
+    assert third.tokens == EXPECTED
+    assert pair.prefill_engine.prefilled[-1] == (3 * CHUNK_TOKENS, len(TOKENS) - 1)
+    assert pair.node_a.service.store.counters.evictions == 1
 
 
 async def test_kv_that_is_gone_is_computed_again(tmp_path: Path) -> None:
@@ -273,6 +282,25 @@ async def test_a_lost_prefill_worker_is_not_waited_for(pair: Cluster) -> None:
     reader = await pair.listen(decode.reply)
     await pair.send_decode(decode)
     await right(pair, reader, loaded_tokens=0)
+
+
+async def test_a_failure_told_at_the_very_moment_of_a_check_is_not_forgotten(pair: Cluster) -> None:
+    _, decode = pair.halves(TOKENS)
+    reader = await pair.listen(decode.reply)
+    await pair.send_decode(decode)
+    run = pair.decode._runs[decode.transfer_id]
+    await until(lambda: run.state is DecodeState.WAITING_KV)
+    failed = KvFailed(
+        request_id=decode.request_id,
+        transfer_id=decode.transfer_id,
+        error=Error(code=ErrorCode.INTERNAL, message="no more comes"),
+        worker=PREFILL,
+    )
+    # The loop is held up until the next check is due: it and the message are then met in the same turn.
+    time.sleep(1.2 * CHECK_S)  # noqa: ASYNC251
+    taking = asyncio.create_task(run.transfer.take(failed))
+    await right(pair, reader, loaded_tokens=0)
+    await taking
 
 
 async def test_an_older_failure_does_not_hurt_a_newer_attempt(pair: Cluster) -> None:

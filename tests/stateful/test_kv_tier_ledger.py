@@ -33,6 +33,8 @@ class Copy:
     generation: int
     written: bool = False
     registered: bool = False
+    spare_since: int | None = None
+    """Number of the commit that came second with a key that was registered already."""
 
 
 @dataclass(eq=False)
@@ -54,6 +56,7 @@ class LedgerMachine(RuleBasedStateMachine):
         self.found: dict[ChunkKey, Copy] = {}
         self.live: dict[LeaseId, ModelLease] = {}
         self.num_opened = 0
+        self.num_commits = 0
         self.highest: dict[int, int] = dict(self.generations)
 
     def drop(self, gone: ModelLease) -> None:
@@ -65,8 +68,21 @@ class LedgerMachine(RuleBasedStateMachine):
 
     def forget(self, copy: Copy) -> None:
         self.copies.remove(copy)
+        self.unlist(copy)
+
+    def unlist(self, copy: Copy) -> Copy | None:
+        """Nobody finds it any more; the oldest spare takes the place of a registered one, and is returned."""
         if self.found.get(copy.key) is copy:
             del self.found[copy.key]
+        was_registered = copy.registered
+        copy.registered, copy.spare_since = False, None
+        spares = [each for each in self.copies if each.key == copy.key and each.spare_since is not None]
+        if not was_registered or not spares:
+            return None
+        heir = min(spares, key=lambda each: each.spare_since or 0)
+        heir.registered, heir.spare_since = True, None
+        self.found[copy.key] = heir
+        return heir
 
     @rule(target=leases, lasts_ns=st.integers(1, 50))
     def open(self, lasts_ns: int) -> ModelLease:
@@ -124,6 +140,9 @@ class LedgerMachine(RuleBasedStateMachine):
         if holder is None or (register and not holder.registered):
             self.found[copy.key] = copy
             copy.registered = register
+        elif register:
+            self.num_commits += 1
+            copy.spare_since = self.num_commits
         assert [meta.key for meta in registered] == ([copy.key] if copy.registered else [])
 
     @rule(lease=consumes(leases))
@@ -156,9 +175,30 @@ class LedgerMachine(RuleBasedStateMachine):
         plan = plan_eviction(self.ledger.slots.ready(), num_slots)
         assert len(plan) == min(num_slots, len(idle))
         assert set(plan) <= set(idle)
-        assert [meta.key for meta in self.ledger.evict(plan)] == [idle[number].key for number in plan]
-        for number in plan:
+        gone = self.ledger.evict(plan)
+        assert [each.meta.key for each in gone] == [idle[number].key for number in plan]
+        for number, each in zip(plan, gone, strict=True):
             self.forget(idle[number])
+            assert (each.successor is None) == (each.meta.key not in self.found)
+
+    @precondition(lambda self: self.copies)
+    @rule(data=st.data())
+    def withdraw(self, data: st.DataObject) -> None:
+        """Its payload was found to be damaged."""
+        self.ledger.expire(self.now_ns)
+        if not (written := sorted((copy for copy in self.copies if copy.written), key=lambda copy: copy.slot)):
+            return
+        copy = data.draw(st.sampled_from(written))
+        assert self.ledger.readable(copy.slot, copy.generation + 1, copy.key) is None
+        slot = self.ledger.readable(copy.slot, copy.generation, copy.key)
+        assert slot is not None
+        was_registered = copy.registered
+        gone = self.ledger.slots.withdraw(slot)
+        heir = self.unlist(copy)
+        assert (gone is not None) == was_registered
+        assert (gone is not None and gone.successor is not None) == (heir is not None)
+        if not any(copy in lease.copies for lease in self.live.values()):
+            self.copies.remove(copy)
 
     @rule(lease=leases, data=st.data())
     def read(self, lease: ModelLease, data: st.DataObject) -> None:

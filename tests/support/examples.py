@@ -190,6 +190,7 @@ EXAMPLES: tuple[wire.Message, ...] = (
     kv_tier.Release(lease_ids=(LEASE,)),
     kv_tier.Renew(lease_ids=(LEASE,), lease_s=10.0),
     kv_tier.Renewed(expired=(LEASE,)),
+    kv_tier.Report(key=KEY, slot=3, generation=7),
     kv_tier.Done(),
     kv_tier.Stats(),
     POOL,

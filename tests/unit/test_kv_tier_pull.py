@@ -22,6 +22,7 @@ from halfmoon.schemas.kv_tier import (
     AcquiredChunk,
     ChunkSource,
     NodeInfo,
+    Report,
     SlotRef,
     WantedChunk,
 )
@@ -66,6 +67,9 @@ class FarNode:
     def __init__(self, gate: Gate) -> None:
         self._gate = gate
         self.released: list[LeaseId] = []
+        self.reports: list[Report] = []
+        self.damages = ""
+        """Name of the chunk of which the first byte is turned on the way."""
         self.names: dict[bytes, str] = {}
 
     async def describe(self, source: ChunkSource, deadline_ns: int) -> NodeInfo:
@@ -96,6 +100,9 @@ class FarNode:
     async def release(self, node: NodeId, lease_id: LeaseId, timeout_s: float) -> None:
         self.released.append(lease_id)
 
+    async def report(self, node: NodeId, report: Report) -> None:
+        self.reports.append(report)
+
     def unavailable(self, peer: NodeInfo) -> str | None:
         return None
 
@@ -106,6 +113,8 @@ class FarNode:
         now_ns = time.time_ns()
         for each in slices:
             each.destination[:] = content_of(self.batch[each.slot])
+            if self.batch[each.slot] == self.damages:
+                each.destination[0] ^= 1
         return [SliceResult(ReadOutcome.OK, now_ns, now_ns) for _ in slices]
 
     async def close(self) -> None:
@@ -168,6 +177,16 @@ async def rig(tmp_path: Path) -> AsyncIterator[Rig]:
 
 def outcomes(chunks: Sequence[AcquiredChunk]) -> list[ChunkOutcome]:
     return [chunk.outcome for chunk in chunks]
+
+
+async def test_a_damaged_arrival_is_no_hit_and_is_reported_where_it_came_from(rig: Rig) -> None:
+    rig.far.damages = "b"
+    request = rig.request()
+    got = await rig.puller.pull(request, rig.wanted("a", "b"))
+    assert outcomes(got) == [ChunkOutcome.HIT_REMOTE, ChunkOutcome.CORRUPT]
+    assert rig.far.reports == [Report(key=key_of("b"), slot=1, generation=1)]
+    rig.release(request)
+    assert rig.free == 4
 
 
 @pytest.mark.parametrize("step", STEPS)

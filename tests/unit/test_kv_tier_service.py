@@ -18,7 +18,18 @@ from halfmoon.pool import PoolClient
 from halfmoon.schemas import subjects
 from halfmoon.schemas.chunks import ChunkEvent, ChunkEvicted, ChunkOutcome, ChunkRegistered, EvictReason, NodeCleared
 from halfmoon.schemas.ids import LeaseId, NodeId, WorkerId
-from halfmoon.schemas.kv_tier import Acquire, Acquired, ChunkSource, NewChunk, Renew, Renewed, Reserve, Reserved
+from halfmoon.schemas.kv_tier import (
+    Acquire,
+    Acquired,
+    ChunkSource,
+    Done,
+    NewChunk,
+    Renew,
+    Renewed,
+    Report,
+    Reserve,
+    Reserved,
+)
 from halfmoon.schemas.members import MemberState
 from halfmoon.schemas.wire import ErrorCode
 from halfmoon.tracing import Context
@@ -162,6 +173,95 @@ async def test_damage_at_the_source_is_found_and_not_passed_on(pair: tuple[Node,
     assert "checksum" in acquired.chunks[1].detail
     assert slots_of(second) == (7, 0, 0, 1)
     assert second.service.store.ledger.slots.find(key_of("bad")) is None
+    # The source was told, has looked for itself, and offers it to nobody any more.
+    await until(lambda: slots_of(first) == (7, 0, 1, 0), what="the damaged chunk is withdrawn")
+    again = await first.client.acquire(REQUEST, first.wanted("good", "bad"))
+    assert [chunk.outcome for chunk in again.chunks] == [HIT_LOCAL, MISS]
+
+
+async def test_a_damaged_chunk_is_withdrawn_and_its_slot_freed_with_its_last_lease(
+    node: Node, broker: MemoryBroker
+) -> None:
+    bus, events = await follow(broker)
+    lease = await node.write("x")
+    acquired = await node.client.acquire(REQUEST, node.wanted("x"))
+    slot = acquired.chunks[0].slot
+    assert slot is not None
+    node.client.payload(slot)[17] ^= 4
+    await node.client.report(key_of("x"), slot)
+    await until(lambda: len(events) == 3)
+    gone = events[2]
+    assert isinstance(gone, ChunkEvicted)
+    assert (gone.keys, gone.reason) == ((key_of("x"),), EvictReason.CORRUPT)
+    assert slots_of(node) == (7, 0, 0, 1)
+    assert node.client.holds(slot)
+    # A new copy is a new chunk, whatever becomes of the old one.
+    second = await node.write("x")
+    await node.client.release(lease, acquired.lease_id)
+    assert slots_of(node) == (7, 0, 0, 1)
+    await until(lambda: len(events) == 4)
+    assert isinstance(events[3], ChunkRegistered)
+    await node.client.release(second)
+    assert slots_of(node) == (7, 0, 1, 0)
+    await bus.close()
+
+
+async def test_a_report_is_believed_only_where_it_is_true(node: Node, broker: MemoryBroker) -> None:
+    bus, events = await follow(broker)
+    await node.client.release(await node.write("x"))
+    acquired = await node.client.acquire(REQUEST, node.wanted("x"))
+    slot = acquired.chunks[0].slot
+    assert slot is not None
+    subject = f"{subjects.kv_tier(NodeId('node-a'))}.report"
+
+    async def report(name: str, number: int, generation: int) -> None:
+        message = Report(key=key_of(name), slot=number, generation=generation)
+        await call(bus, subject, message, Done, timeout_s=5)
+
+    await report("x", slot.slot, slot.generation)  # nothing is wrong with it
+    node.client.payload(slot)[17] ^= 4
+    for name, number, generation in (
+        ("y", slot.slot, slot.generation),
+        ("x", slot.slot, slot.generation - 1),
+        ("x", slot.slot + 1, slot.generation),
+        ("x", -1, slot.generation),
+        ("x", 10**6, slot.generation),
+    ):
+        await report(name, number, generation)
+    assert slots_of(node) == (7, 0, 0, 1)
+    assert node.service.store.ledger.slots.find(key_of("x")) is not None
+    await report("x", slot.slot, slot.generation)
+    assert node.service.store.ledger.slots.find(key_of("x")) is None
+    await node.client.release(acquired.lease_id)
+    await until(lambda: any(isinstance(event, ChunkEvicted) for event in events))
+    await bus.close()
+
+
+async def test_a_second_copy_takes_the_place_of_the_first_when_that_goes(node: Node, broker: MemoryBroker) -> None:
+    bus, events = await follow(broker)
+    first = await node.write("x")
+    second, third = await node.write("x"), await node.write("x")
+    await node.client.release(first)
+    assert slots_of(node) == (5, 0, 1, 2)
+    # Room for five is there, a sixth costs the only chunk that nobody holds.
+    others = await node.write(*"abcdef")
+    acquired = await node.client.acquire(REQUEST, node.wanted("x"))
+    assert acquired.chunks[0].outcome is HIT_LOCAL
+    assert acquired.chunks[0].slot is not None
+    assert bytes(node.client.payload(acquired.chunks[0].slot)) == content_of("x")
+    # It stays when its writer lets go; the third copy goes with its own.
+    await node.client.release(second, third, others, acquired.lease_id)
+    assert slots_of(node) == (1, 0, 7, 0)
+    await until(lambda: sum(len(event.chunks) for event in events if isinstance(event, ChunkRegistered)) == 8)
+    # Whoever follows the stream still believes that it is here.
+    last = [
+        type(event)
+        for event in events
+        if (isinstance(event, ChunkRegistered) and any(chunk.key == key_of("x") for chunk in event.chunks))
+        or (isinstance(event, ChunkEvicted) and key_of("x") in event.keys)
+    ]
+    assert last[-1] is ChunkRegistered
+    await bus.close()
 
 
 async def test_a_second_source_makes_up_for_a_bad_first(broker: MemoryBroker, tmp_path: Path) -> None:

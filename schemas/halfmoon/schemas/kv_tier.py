@@ -168,6 +168,14 @@ class Renewed(Message, frozen=True, tag="kvtier.renewed.v1"):
     """Those that no longer exist: what they held may be gone."""
 
 
+class Report(Message, frozen=True, tag="kvtier.report.v1"):
+    """This chunk was read, and its checksum is wrong. The pool looks for itself, and withdraws it where that is so."""
+
+    key: ChunkKey
+    slot: int
+    generation: int
+
+
 class Done(Message, frozen=True, tag="kvtier.done.v1"):
     pass
 
@@ -195,7 +203,7 @@ class PoolStats(Message, frozen=True, tag="kvtier.pool.v1"):
     bytes_served: int = 0
 
 
-KvTierRequest = Describe | Acquire | Reserve | Commit | Release | Renew | Stats
+KvTierRequest = Describe | Acquire | Reserve | Commit | Release | Renew | Report | Stats
 """The inbox of a kv-tier."""
 
 KvTierReply = NodeInfo | Acquired | Reserved | Committed | Renewed | Done | PoolStats | Error

@@ -93,7 +93,7 @@ def channels() -> Sequence[Channel]:
         Channel(
             "kvTier",
             f"{p}.kvtier.{{node}}.{{verb}}",
-            "Request-reply: describe, acquire, reserve, commit, release, renew, stats.",
+            "Request-reply: describe, acquire, reserve, commit, release, renew, report, stats.",
             (*_members(KvTierRequest), *_members(KvTierReply)),
         ),
         Channel("heartbeat", f"{p}.worker.{{id}}.heartbeat", "Every 250 ms or faster.", _members(Heartbeat)),

@@ -6,7 +6,7 @@ Each operation first lets expired leases go, so a lease that is over is over, wh
 from collections.abc import Callable, Iterable, Sequence
 
 from halfmoon.kv_tier.leases import Lease, LeaseBook
-from halfmoon.kv_tier.slots import Slot, SlotTable
+from halfmoon.kv_tier.slots import Evicted, Slot, SlotTable
 from halfmoon.kv_tier.state import SlotState
 from halfmoon.schemas.chunks import ChunkMeta
 from halfmoon.schemas.ids import ChunkKey, LeaseId, RequestId, WorkerId
@@ -103,9 +103,16 @@ class Ledger:
             self._let_go(lease, now_ns)
         return gone
 
-    def evict(self, numbers: Iterable[int]) -> list[ChunkMeta]:
+    def evict(self, numbers: Iterable[int]) -> list[Evicted]:
         """Free these ready slots; return what they held. Raises `IllegalTransition` for a slot that isn't ready."""
         return [self.slots.evict(self.slots[number]) for number in numbers]
+
+    def readable(self, number: int, generation: int, key: ChunkKey) -> Slot | None:
+        """The slot, where it still holds this chunk."""
+        if not 0 <= number < len(self.slots):
+            return None
+        slot = self.slots[number]
+        return slot if slot.readable and slot.generation == generation and slot.key == key else None
 
     def refusal(
         self, lease_id: LeaseId, number: int, generation: int, end: int, now_ns: int

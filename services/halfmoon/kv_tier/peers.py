@@ -2,11 +2,11 @@
 
 import time
 
-from halfmoon.bus.endpoint import call
+from halfmoon.bus.endpoint import announce, call
 from halfmoon.bus.protocol import Bus
 from halfmoon.schemas import subjects
 from halfmoon.schemas.ids import LeaseId, NodeId
-from halfmoon.schemas.kv_tier import Acquire, Acquired, ChunkSource, Describe, Done, NodeInfo, Release
+from halfmoon.schemas.kv_tier import Acquire, Acquired, ChunkSource, Describe, Done, NodeInfo, Release, Report
 from halfmoon.tracing import Context, attached
 
 
@@ -49,6 +49,9 @@ class BusPeers:
         await call(
             self._bus, f"{subjects.kv_tier(node)}.release", Release(lease_ids=(lease_id,)), Done, timeout_s=timeout_s
         )
+
+    async def report(self, node: NodeId, report: Report) -> None:
+        await announce(self._bus, f"{subjects.kv_tier(node)}.report", report)
 
 
 def _seconds_until(deadline_ns: int) -> float:

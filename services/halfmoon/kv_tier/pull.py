@@ -22,7 +22,16 @@ from halfmoon.kv_tier.slots import Slot
 from halfmoon.kv_tier.store import ChunkStore
 from halfmoon.schemas.chunks import ChunkMeta, ChunkOutcome, Tier
 from halfmoon.schemas.ids import ChunkKey, LeaseId, NodeId, RequestId, WorkerId, new_lease_id
-from halfmoon.schemas.kv_tier import Acquire, Acquired, AcquiredChunk, ChunkSource, NodeInfo, WantedChunk, WrittenChunk
+from halfmoon.schemas.kv_tier import (
+    Acquire,
+    Acquired,
+    AcquiredChunk,
+    ChunkSource,
+    NodeInfo,
+    Report,
+    WantedChunk,
+    WrittenChunk,
+)
 from halfmoon.tracing import Context, Tracer, attributes, names, traceparent
 from halfmoon.transport.choice import read_by_any
 from halfmoon.transport.protocol import ReadOutcome, SliceRead, SliceResult, Transport
@@ -41,6 +50,8 @@ class Peers(Protocol):
     async def acquire(self, node: NodeId, request: Acquire, deadline_ns: int, context: Context) -> Acquired: ...
 
     async def release(self, node: NodeId, lease_id: LeaseId, timeout_s: float) -> None: ...
+
+    async def report(self, node: NodeId, report: Report) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -272,6 +283,7 @@ class Puller:
             failure = ChunkOutcome.CORRUPT
             detail = "the payload's checksum is wrong"
             self._log.warning("corrupt chunk", source=source.node, key=flight.chunk.key.hex(), transport=transport)
+            await self._report(source.node, arrival)
         self._trace(source, arrival, result, transport, failure)
         if failure is not None:
             self._fail([flight], failure, f"node {source.node}: {detail}")
@@ -350,6 +362,14 @@ class Puller:
             del self._flights[flight.chunk.key]
         if not flight.landed.done():
             flight.landed.set_result(result)
+
+    async def _report(self, node: NodeId, arrival: _Arrival) -> None:
+        """The damage may have been done there, or on the way: that node looks."""
+        report = Report(key=arrival.flight.chunk.key, slot=arrival.read.slot, generation=arrival.read.generation)
+        try:
+            await self._peers.report(node, report)
+        except BusError as error:
+            self._log.info("a peer can't be told of a damaged chunk", node=node, error=str(error))
 
     async def _give_back(self, node: NodeId, lease_id: LeaseId) -> None:
         try:

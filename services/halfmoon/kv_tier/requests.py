@@ -1,12 +1,15 @@
 """What a kv-tier answers to each request: messages in, messages out. The verbs of `halfmoon.kvtier.<node>.<verb>`."""
 
+import asyncio
 import time
 from collections.abc import Callable
 
 import msgspec
+import structlog
 
 from halfmoon.bus.endpoint import Envelope
 from halfmoon.bus.errors import RemoteError
+from halfmoon.chunks.checksum import checksum
 from halfmoon.kv_tier import policy
 from halfmoon.kv_tier.ledger import LeaseGone, Misfit
 from halfmoon.kv_tier.pull import Puller, PullRequest
@@ -26,6 +29,7 @@ from halfmoon.schemas.kv_tier import (
     Release,
     Renew,
     Renewed,
+    Report,
     Reserve,
     Reserved,
     ReservedChunk,
@@ -48,6 +52,7 @@ class Requests:
         store: ChunkStore,
         puller: Puller,
         tracer: Tracer,
+        log: structlog.stdlib.BoundLogger,
         *,
         max_lease_s: float,
         acquire_timeout_s: float,
@@ -57,6 +62,7 @@ class Requests:
         self._store = store
         self._puller = puller
         self._tracer = tracer
+        self._log = log
         self._max_lease_s = max_lease_s
         self._acquire_timeout_s = acquire_timeout_s
         self._bytes_served = bytes_served
@@ -124,6 +130,18 @@ class Requests:
         self._store.expire()
         gone = [each for each in request.lease_ids if not self._store.ledger.renew(each, expires_ns, now_ns)]
         return Renewed(expired=tuple(gone))
+
+    async def report(self, request: Report, envelope: Envelope) -> Done:
+        """Reports of what has gone meanwhile, or is as it should be, change nothing."""
+        slot = self._store.ledger.readable(request.slot, request.generation, request.key)
+        if slot is not None and slot.meta is not None:
+            expected = slot.meta.checksum
+            is_damaged = await asyncio.to_thread(checksum, self._store.payload(slot)) != expected
+            is_there = self._store.ledger.readable(request.slot, request.generation, request.key) is slot
+            if is_damaged and is_there:
+                self._log.warning("a damaged chunk is withdrawn", key=request.key.hex(), slot=request.slot)
+                self._store.withdraw(slot)
+        return Done()
 
     async def _acquire(self, request: Acquire, deadline_ns: int) -> Acquired:
         ledger = self._store.ledger

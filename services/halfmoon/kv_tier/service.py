@@ -28,7 +28,7 @@ from halfmoon.pool.arena import DEFAULT_SHM_DIR, Arena, ArenaError, aligned, are
 from halfmoon.schemas import subjects
 from halfmoon.schemas.chunks import ChunkEvent, ChunkRegistered, NodeCleared
 from halfmoon.schemas.ids import LeaseId, NodeId
-from halfmoon.schemas.kv_tier import Acquire, Commit, Describe, NodeInfo, Release, Renew, Reserve, Stats
+from halfmoon.schemas.kv_tier import Acquire, Commit, Describe, NodeInfo, Release, Renew, Report, Reserve, Stats
 from halfmoon.schemas.members import MemberState, NodeHeartbeat
 from halfmoon.schemas.wire import Message
 from halfmoon.transport.protocol import ReadOutcome, Transport
@@ -104,6 +104,7 @@ class KvTier:
             store,
             puller,
             tracer,
+            self._log,
             max_lease_s=self._config.max_lease_s,
             acquire_timeout_s=self._config.acquire_timeout_s,
             bytes_served=lambda: server.bytes_served,
@@ -250,6 +251,7 @@ class KvTier:
         await self._serve("commit", Commit, requests.commit)
         await self._serve("release", Release, requests.release)
         await self._serve("renew", Renew, requests.renew)
+        await self._serve("report", Report, requests.report)
 
     async def _serve(
         self,

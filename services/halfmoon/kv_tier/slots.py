@@ -55,11 +55,20 @@ class SlotCounts:
     leased: int
 
 
+@dataclass(frozen=True, slots=True)
+class Evicted:
+    """A registered chunk that is gone, and the copy of it that is registered in its place."""
+
+    meta: ChunkMeta
+    successor: ChunkMeta | None = None
+
+
 class SlotTable:
     """All slots of an arena.
 
     The index holds one slot per key. A registered copy displaces an unregistered one (a working copy that somebody
-    pulled) and is displaced by nothing; a slot that isn't in the index lives until its leases go.
+    pulled) and is displaced by nothing; a slot that isn't in the index lives until its leases go. Among those are the
+    spares: copies that were to be registered and came second. When the registered one goes, the oldest spare is.
     """
 
     def __init__(
@@ -76,6 +85,8 @@ class SlotTable:
         self._slots = [Slot(number, first_generation) for number in range(num_slots)]
         self._free = deque(range(num_slots))
         self._index: dict[ChunkKey, int] = {}
+        self._spares: dict[ChunkKey, list[int]] = {}
+        """Leased slots of a registered key, in the order of their commits; no empty lists."""
         self._ready: dict[int, None] = {}
         self._num_staged = 0
         self._num_leased = 0
@@ -141,6 +152,8 @@ class SlotTable:
             self._index[meta.key] = slot.number
             slot.registered = register
             self._num_registered += register
+        elif register:
+            self._spares.setdefault(meta.key, []).append(slot.number)
         return slot.registered
 
     def lease(self, slot: Slot, now_ns: int) -> None:
@@ -175,14 +188,24 @@ class SlotTable:
             slot.machine.fire(SlotEvent.DISCARD)
             self._reset(slot)
 
-    def evict(self, slot: Slot) -> ChunkMeta:
-        """Free a ready slot; return what it held. Raises `IllegalTransition` for any other."""
+    def evict(self, slot: Slot) -> Evicted:
+        """Free a ready slot. Raises `IllegalTransition` for any other."""
         slot.machine.fire(SlotEvent.EVICT)
         meta = slot.meta
         assert meta is not None
         del self._ready[slot.number]
         self._reset(slot)
-        return meta
+        return Evicted(meta, self._promote(meta.key))
+
+    def withdraw(self, slot: Slot) -> Evicted | None:
+        """Let nobody find this readable slot any more; those who hold it keep it. None where it wasn't registered."""
+        if slot.state is SlotState.READY:
+            return self.evict(slot)
+        meta = slot.meta
+        assert meta is not None
+        was_registered = slot.registered
+        self._unlist(slot)
+        return Evicted(meta, self._promote(meta.key)) if was_registered else None
 
     def check_integrity(self) -> None:
         """Raises AssertionError where the table contradicts itself."""
@@ -208,15 +231,44 @@ class SlotTable:
             assert slot.readable, slot
             assert slot.meta is not None, slot
             assert slot.key == slot.meta.key == key, slot
+        for key, numbers in self._spares.items():
+            assert numbers, key
+            assert self._slots[self._index[key]].registered, key
+            for slot in (self._slots[number] for number in numbers):
+                assert (slot.state, slot.key, slot.registered) == (SlotState.LEASED, key, False), slot
         registered = [slot for slot in self._slots if slot.registered]
         assert all(slot.key is not None and self._index.get(slot.key) == slot.number for slot in registered)
         assert len(registered) == self._num_registered
 
-    def _reset(self, slot: Slot) -> None:
-        if slot.key is not None and self._index.get(slot.key) == slot.number:
-            del self._index[slot.key]
+    def _promote(self, key: ChunkKey) -> ChunkMeta | None:
+        """Register the oldest spare of a key that has no registered copy any more."""
+        numbers = self._spares.get(key)
+        if not numbers:
+            return None
+        slot = self._slots[numbers.pop(0)]
+        if not numbers:
+            del self._spares[key]
+        self._index[key] = slot.number
+        slot.registered = True
+        self._num_registered += 1
+        return slot.meta
+
+    def _unlist(self, slot: Slot) -> None:
+        """Take a slot out of index and spares."""
+        if slot.key is not None:
+            if self._index.get(slot.key) == slot.number:
+                del self._index[slot.key]
+            numbers = self._spares.get(slot.key, [])
+            if slot.number in numbers:
+                numbers.remove(slot.number)
+                if not numbers:
+                    del self._spares[slot.key]
         self._num_registered -= slot.registered
-        slot.key, slot.meta, slot.traceparent, slot.registered = None, None, None, False
+        slot.registered = False
+
+    def _reset(self, slot: Slot) -> None:
+        self._unlist(slot)
+        slot.key, slot.meta, slot.traceparent = None, None, None
         slot.num_bytes = slot.num_leases = slot.hits = 0
         slot.generation += 1
         self._free.append(slot.number)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from halfmoon.kv_tier import policy
 from halfmoon.kv_tier.events import Announcer
 from halfmoon.kv_tier.ledger import Ledger
-from halfmoon.kv_tier.slots import Slot
+from halfmoon.kv_tier.slots import Evicted, Slot
 from halfmoon.pool.arena import Arena
 from halfmoon.schemas.chunks import ChunkMeta, EvictReason
 from halfmoon.schemas.ids import ChunkKey, LeaseId
@@ -66,6 +66,13 @@ class ChunkStore:
             self._announcer.registered(registered)
         return len(registered)
 
+    def withdraw(self, slot: Slot) -> None:
+        """Offer a damaged chunk to nobody any more. Its slot is freed when those who hold it let go."""
+        traceparent = slot.traceparent
+        gone = self.ledger.slots.withdraw(slot)
+        if gone is not None:
+            self._tell_gone([gone], [traceparent], EvictReason.CORRUPT)
+
     def expire(self) -> int:
         """Let go of expired leases; return how many there were."""
         gone = len(self.ledger.expire(self.clock_ns()))
@@ -107,13 +114,18 @@ class ChunkStore:
         traceparents = [self.ledger.slots[number].traceparent for number in plan]
         gone = self.ledger.evict(plan)
         if gone:
-            self.counters.evictions += len(gone)
-            self._announcer.evicted([meta.key for meta in gone], EvictReason.CAPACITY)
-            for meta, traceparent in zip(gone, traceparents, strict=True):
-                self._trace_eviction(meta, traceparent)
+            self._tell_gone(gone, traceparents, EvictReason.CAPACITY)
         return bool(gone)
 
-    def _trace_eviction(self, meta: ChunkMeta, traceparent: str | None) -> None:
+    def _tell_gone(self, gone: Sequence[Evicted], traceparents: Sequence[str | None], reason: EvictReason) -> None:
+        self.counters.evictions += len(gone)
+        self._announcer.evicted([each.meta.key for each in gone], reason)
+        if successors := [each.successor for each in gone if each.successor is not None]:
+            self._announcer.registered(successors)
+        for each, traceparent in zip(gone, traceparents, strict=True):
+            self._trace_eviction(each.meta, traceparent, reason)
+
+    def _trace_eviction(self, meta: ChunkMeta, traceparent: str | None, reason: EvictReason) -> None:
         now_ns = self.clock_ns()
         facts = attributes.ChunkFacts(
             request_id=meta.request_id,
@@ -128,6 +140,6 @@ class ChunkStore:
             now_ns,
             now_ns,
             parent=Context(),
-            attributes=facts.attributes(),
+            attributes={**facts.attributes(), "halfmoon.evict.reason": reason.value},
             links=link_to(traceparent),
         )

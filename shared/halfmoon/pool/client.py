@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
-from halfmoon.bus.endpoint import call
+from halfmoon.bus.endpoint import announce, call
 from halfmoon.bus.errors import BusError
 from halfmoon.bus.protocol import Bus
 from halfmoon.pool.arena import Arena
 from halfmoon.schemas import subjects
-from halfmoon.schemas.ids import LeaseId, NodeId, RequestId, WorkerId
+from halfmoon.schemas.ids import ChunkKey, LeaseId, NodeId, RequestId, WorkerId
 from halfmoon.schemas.kv_tier import (
     Acquire,
     Acquired,
@@ -27,6 +27,7 @@ from halfmoon.schemas.kv_tier import (
     Release,
     Renew,
     Renewed,
+    Report,
     Reserve,
     Reserved,
     SlotRef,
@@ -179,6 +180,12 @@ class PoolClient:
         if lease_ids:
             with contextlib.suppress(BusError):
                 await self._call("release", Release(lease_ids=lease_ids), Done)
+
+    async def report(self, key: ChunkKey, slot: SlotRef) -> None:
+        """Say that this chunk's checksum is wrong, so that it is offered to nobody else. Waits for no answer."""
+        with contextlib.suppress(BusError):
+            report = Report(key=key, slot=slot.slot, generation=slot.generation)
+            await announce(self._bus, f"{self._subject}.report", report)
 
     def is_open(self, lease_id: LeaseId) -> bool:
         """Whether the lease is still being renewed: False once it was released, or found to have expired."""

@@ -40,6 +40,7 @@ async def read_chunk(pool: PoolClient, chunk: PlannedChunk, found: AcquiredChunk
     if await asyncio.to_thread(checksum, payload) != expected:
         if not pool.holds(found.slot):
             return _expired(chunk, found)
+        await pool.report(chunk.key, found.slot)
         detail = "its checksum does not match"
         return Reading(chunk=chunk, found=found, outcome=ChunkOutcome.CORRUPT, payload=None, detail=detail)
     return Reading(chunk=chunk, found=found, outcome=found.outcome, payload=payload)
