@@ -1,16 +1,20 @@
 """Kv-tiers and writers as real processes on a real broker, killed as processes are."""
 
 import asyncio
+import itertools
 import signal
 import sys
+import tempfile
+import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 
 import pytest
 
+from halfmoon.bus.codec import Decoder
 from halfmoon.bus.endpoint import read_stream
 from halfmoon.bus.errors import StreamGap
-from halfmoon.bus.protocol import Bus
+from halfmoon.bus.protocol import Bus, BusMessage
 from halfmoon.engine.sim.tokens import KV_BYTES_PER_TOKEN
 from halfmoon.pool import PoolClient
 from halfmoon.pool.arena import aligned
@@ -18,6 +22,7 @@ from halfmoon.schemas import subjects
 from halfmoon.schemas.chunks import ChunkEvent, ChunkOutcome, ChunkRegistered, NodeCleared
 from halfmoon.schemas.ids import NodeId, WorkerId
 from halfmoon.schemas.kv_tier import ChunkSource
+from halfmoon.schemas.members import MEMBER_LOST_AFTER_S, Heartbeat, MemberState, NodeHeartbeat
 from support.buses import BusMaker
 from support.kv_tier_process import KvTierProcess
 from support.nats import NatsServer
@@ -230,6 +235,29 @@ def test_bad_settings_end_the_start_with_one_line(
     assert message in process.log
     assert "Traceback" not in process.log
     assert list(shm_dir.iterdir()) == []
+
+
+async def test_while_a_large_arena_is_made_nobody_takes_it_for_lost(start: StartKvTier, bus: Bus) -> None:
+    """A quarter of a million slots: seconds, for arena and table."""
+    decoder: Decoder[Heartbeat] = Decoder(Heartbeat)
+    beats: list[tuple[float, NodeHeartbeat]] = []
+
+    async def hear(message: BusMessage) -> None:
+        beat = decoder.decode(message.data, message.headers)
+        assert isinstance(beat, NodeHeartbeat)
+        beats.append((time.monotonic(), beat))
+
+    await bus.subscribe(subjects.HEARTBEAT_ALL, hear)
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as directory:
+        process = start(slot_bytes="4096", arena_bytes=str(1 << 30), shm_dir=directory)
+        await until(lambda: beats and beats[-1][1].state is MemberState.SERVING, 50, what="it serves")
+        process.close()
+    times = [at_s for at_s, _ in beats]
+    assert max(later - earlier for earlier, later in itertools.pairwise(times)) < MEMBER_LOST_AFTER_S
+    assert sum(beat.state is MemberState.LOADING for _, beat in beats) > 1
+    pool = beats[-1][1].pool
+    assert pool is not None
+    assert pool.free == pool.total == (1 << 30) // 4096
 
 
 async def test_the_slots_fit_the_chunks_of_the_engine(start: StartKvTier, client: PoolClient) -> None:

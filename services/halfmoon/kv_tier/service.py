@@ -79,7 +79,8 @@ class KvTier:
         arena = await self._make_arena()
         announcer = await self._make_announcer()
         tracer = self._runtime.telemetry.tracer
-        store = self._store = ChunkStore(arena, self._epoch, announcer, tracer)
+        # Hundreds of thousands of slots take a second to set up: in a thread, so that heartbeats go on.
+        store = self._store = await asyncio.to_thread(ChunkStore, arena, self._epoch, announcer, tracer)
         server = self._server = self._serve_tcp(arena, store)
         info = NodeInfo(
             node=self._node,
