@@ -15,7 +15,7 @@ CHUNK_TOKENS = 64
 
 
 async def test_miss(any_system: System) -> None:
-    prompt = random_tokens(3 * CHUNK_TOKENS + 7, 11 + any_system.port)
+    prompt = random_tokens(3 * CHUNK_TOKENS + 7, 11)
     async with halves(any_system.nats_url) as driver:
         bytes_per_token = driver.card.kv_bytes_per_token
         before = await driver.pool("node-a"), await driver.pool("node-b")
@@ -33,7 +33,7 @@ async def test_miss(any_system: System) -> None:
 
 
 async def test_local_hit(any_system: System) -> None:
-    prompt = random_tokens(3 * CHUNK_TOKENS + 7, 12 + any_system.port)
+    prompt = random_tokens(3 * CHUNK_TOKENS + 7, 12)
     async with halves(any_system.nats_url) as driver:
         await driver.send(prompt, prefill="prefill-1", decode="decode-1")
         before = await driver.pool("node-a")
@@ -53,9 +53,9 @@ async def test_local_hit(any_system: System) -> None:
 
 async def test_remote_hit_of_a_part(any_system: System) -> None:
     """Two of three whole chunks are on node-a; the prefill worker is on node-b, with the decode worker."""
-    stem = random_tokens(2 * CHUNK_TOKENS, 13 + any_system.port)
-    first = stem + random_tokens(CHUNK_TOKENS, 14 + any_system.port)
-    second = stem + random_tokens(CHUNK_TOKENS + 9, 15 + any_system.port)
+    stem = random_tokens(2 * CHUNK_TOKENS, 13)
+    first = stem + random_tokens(CHUNK_TOKENS, 14)
+    second = stem + random_tokens(CHUNK_TOKENS + 9, 15)
     async with halves(any_system.nats_url) as driver:
         bytes_per_token = driver.card.kv_bytes_per_token
         await driver.send(first, prefill="prefill-1", decode="decode-1")
@@ -79,7 +79,7 @@ async def test_remote_hit_of_a_part(any_system: System) -> None:
 
 
 async def test_tenants_do_not_share_and_one_tenant_does(any_system: System) -> None:
-    prompt = random_tokens(2 * CHUNK_TOKENS + 1, 16 + any_system.port)
+    prompt = random_tokens(2 * CHUNK_TOKENS + 1, 16)
     reuse = ["node-a"] * 2
     async with halves(any_system.nats_url) as driver:
         await driver.send(prompt, prefill="prefill-1", decode="decode-1", tenant="alpha")
