@@ -29,7 +29,7 @@ async def main(model: str, question: str) -> int:
     request: dict[str, object] = {
         "type": "request.submitted.v1",
         "request_id": request_id,
-        "sampling": {"max_tokens": 100},
+        "sampling": {"max_tokens": 100, "temperature": 0},
     }
     if question.startswith("["):
         request["tokens"] = json.loads(question)

@@ -70,6 +70,7 @@ def test_a_stop_leaves_no_process_and_no_memory(system: System, number: signal.S
 
 
 def test_the_table_and_the_curl_are_true(system: System) -> None:
+    until_blocking(lambda: any(line.startswith("curl ") for line in system.output), what="the curl follows `ready`")
     [line] = [line for line in system.output if line.startswith("curl ")]
     done = subprocess.run(["bash", "-c", f"{line.strip()} -s"], capture_output=True, text=True, timeout=40)
     assert '"finish_reason":"length"' in done.stdout
