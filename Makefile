@@ -33,7 +33,7 @@ format: setup-dev ## Format the code, and mend what can be mended
 	$(BIN)/ruff format .
 
 bench: setup-dev ## Measure, side by side in one run; writes docs/benchmarks.md
-	$(BIN)/python -m benchmarks
+	PYTHONPATH=tests $(BIN)/python -m benchmarks
 
 docs: setup-dev  ## Write the generated pages of docs/ anew
 	$(BIN)/python scripts/docs.py

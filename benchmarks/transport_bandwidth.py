@@ -10,6 +10,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
@@ -69,15 +70,26 @@ async def measure(transport: Transport, info: NodeInfo, arena: Arena, at_once: i
     return statistics.median(speeds[False]), statistics.median(speeds[True])
 
 
-async def compare(info: NodeInfo, arena: Arena) -> None:
+@dataclass(frozen=True, slots=True)
+class Bandwidth:
+    transport: str
+    at_once: int
+    """Batches side by side."""
+    plain_gb_per_s: float
+    verified_gb_per_s: float
+
+
+async def compare(info: NodeInfo, arena: Arena) -> list[Bandwidth]:
+    figures = []
     for at_once in (1, 2):
         for transport in (ShmTransport("here"), TcpTransport("bench")):
-            plain, verified = await measure(transport, info, arena, at_once)
-            print(f"{transport.name}  {at_once} at once  {plain:5.1f} GB/s  verified {verified:5.1f} GB/s")
+            figures.append(Bandwidth(transport.name, at_once, *await measure(transport, info, arena, at_once)))
             await transport.close()
+    return figures
 
 
-def main(slot_bytes: int, num_slots: int) -> None:
+def run(slot_bytes: int = 4 << 20, num_slots: int = 64) -> list[Bandwidth]:
+    """Both transports against a peer process, one and two batches at a time."""
     with tempfile.TemporaryDirectory(dir=SHM) as directory:
         peer = subprocess.Popen(
             [sys.executable, __file__, "serve", directory, str(slot_bytes), str(num_slots)],
@@ -88,9 +100,10 @@ def main(slot_bytes: int, num_slots: int) -> None:
             assert peer.stdout is not None
             info = msgspec.json.decode(peer.stdout.readline(), type=NodeInfo)
             arena = Arena.create(Path(directory) / "own", slot_bytes, num_slots)
-            asyncio.run(compare(info, arena))
+            figures = asyncio.run(compare(info, arena))
             arena.close()
             peer.terminate()
+    return figures
 
 
 if __name__ == "__main__":
@@ -98,4 +111,8 @@ if __name__ == "__main__":
         serve(sys.argv[2], int(sys.argv[3]), int(sys.argv[4]))
     else:
         numbers = [int(text) for text in sys.argv[1:]]
-        main((numbers[0] if numbers else 4) << 20, numbers[1] if len(numbers) > 1 else 64)
+        for found in run((numbers[0] if numbers else 4) << 20, numbers[1] if len(numbers) > 1 else 64):
+            print(
+                f"{found.transport}  {found.at_once} at once  {found.plain_gb_per_s:5.1f} GB/s  "
+                f"verified {found.verified_gb_per_s:5.1f} GB/s"
+            )
