@@ -53,8 +53,8 @@ def page(
         "",
         "## The torch engine against transformers' `generate`",
         "",
-        "Same weights, same threads, by turns; tokens a second, medians. A worker gets one thread where two cores serve "
-        "a prefill and a decode worker.",
+        "Same weights, same threads, by turns; tokens a second, medians. A worker gets one thread where two cores "
+        "serve a prefill and a decode worker.",
     ]
     for engine in engines:
         names = engine["figures"]
