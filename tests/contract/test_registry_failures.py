@@ -224,6 +224,8 @@ async def test_when_the_leading_process_is_killed_the_other_takes_over(
 
         await eventually(somebody_leads, 30.0)
         await eventually(both_are_there, 30.0)
+        for beating in ("kv-a", "kv-b"):
+            await until(partial(ear.of, beating), what=f"{beating} has been heard")
         await applied(bus, load.last_seq)
         first = await store.leader(5.0)
         assert first is not None
