@@ -23,7 +23,7 @@ from support.buses import BusMaker
 from support.fake_cluster import MODEL, Answering, FakeCluster, saying
 from support.nats import NatsServer
 from support.system import clean_environ, free_port
-from support.wait import until
+from support.wait import until, until_awaited
 
 pytestmark = pytest.mark.nats
 
@@ -81,11 +81,11 @@ async def test_it_lives_its_life(nats_server: NatsServer, nats_buses: BusMaker, 
         assert isinstance(serving, ServiceHeartbeat)
         assert (serving.service, serving.pid) == ("gateway", process.pid)
         async with httpx.AsyncClient(base_url=serving.address, timeout=20) as http:
-            async with asyncio.timeout(20):
-                while True:
-                    if (await http.get("/ready")).status_code == 200:
-                        break
-                    await asyncio.sleep(0.05)
+
+            async def is_ready() -> bool:
+                return (await http.get("/ready")).status_code == 200
+
+            await until_awaited(is_ready, 20, what="the gateway is ready")
             body = {"model": MODEL, "messages": [{"role": "user", "content": "hello"}]}
             answer = (await http.post("/v1/chat/completions", json=body)).json()
             assert answer["choices"][0]["message"]["content"] == "the moon 😀"

@@ -16,7 +16,7 @@ from halfmoon.text import TextCodec
 from support import tiny_tokenizer
 from support.fake_cluster import MODEL, Answering, saying
 from support.gateway import Stand, standing
-from support.wait import until
+from support.wait import until, until_awaited
 
 KEYS = {"key-a": "acme", "key-b": "bolt"}
 
@@ -325,12 +325,11 @@ async def test_readiness_follows_a_real_generation(model: Path, codec: TextCodec
 
 
 async def _until_ready(stand: Stand, status: int, detail: str) -> None:
-    async with asyncio.timeout(10):
-        while True:
-            response = await stand.http.get("/ready")
-            if response.status_code == status and detail in response.json()["detail"]:
-                return
-            await asyncio.sleep(0.02)
+    async def says_so() -> bool:
+        response = await stand.http.get("/ready")
+        return response.status_code == status and detail in response.json()["detail"]
+
+    await until_awaited(says_so, what=f"/ready answers {status}, {detail}")
 
 
 async def test_a_port_in_use_is_said_with_the_setting(model: Path, codec: TextCodec) -> None:
