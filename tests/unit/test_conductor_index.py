@@ -143,12 +143,12 @@ def test_a_snapshot_of_a_node_that_cleared_refuses_what_its_older_life_says_late
     assert len(index.match(KEYS, {NODES[0]: 2})) == 1
 
 
-def test_a_node_that_is_away_is_not_matched_and_one_that_is_dropped_is_forgotten() -> None:
+def test_a_node_that_is_away_is_not_matched_and_one_that_starts_anew_is_forgotten() -> None:
     index = ChunkIndex()
     index.apply(registered(NODES[0], 1, *KEYS[:2]))
     index.apply(registered(NODES[1], 7, KEYS[0]))
     assert len(index.match(KEYS, {NODES[1]: 7})) == 1
-    index.drop(NODES[0], 0)
+    index.apply(NodeCleared(node=NODES[0], epoch=0))
     assert len(index.match(KEYS, {NODES[0]: 1})) == 2
-    index.drop(NODES[0], 1)
+    index.apply(NodeCleared(node=NODES[0], epoch=2))
     assert len(index) == 1

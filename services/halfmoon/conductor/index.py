@@ -78,11 +78,6 @@ class ChunkIndex:
             case _ as unreachable:
                 assert_never(unreachable)
 
-    def drop(self, node: NodeId, epoch: int) -> None:
-        """Forget what a node held in this epoch, or an older one."""
-        if epoch >= self._epochs.get(node, -1):
-            self._clear(node)
-
     def nodes_of(self, key: ChunkKey) -> AbstractSet[NodeId]:
         return frozenset(self._holders.get(key, ()))
 
