@@ -24,6 +24,16 @@ class NodeInfo(Message, frozen=True, tag="kvtier.node.v1"):
     """`host:port` of the tcp transport's server."""
 
 
+class ArenaRef(Message, frozen=True):
+    """Another node's arena on the same host, so that a reader of its slots can map it."""
+
+    node: NodeId
+    epoch: int
+    path: str
+    slot_bytes: int
+    num_slots: int
+
+
 class SlotRef(Message, frozen=True):
     """A place in one node's arena, at one time of its life: bytes `[slot * slot_bytes, … + num_bytes)`."""
 
@@ -33,6 +43,8 @@ class SlotRef(Message, frozen=True):
     num_bytes: int
     checksum: bytes = b""
     """Of the payload; empty while it is being written."""
+    arena: ArenaRef | None = None
+    """Where the slot lies, for reading only. None: in the arena of the pool that was asked."""
 
 
 class ChunkSource(Message, frozen=True):
@@ -64,6 +76,8 @@ class Acquire(Message, frozen=True, tag="kvtier.acquire.v1"):
     lease_s: float
     keep: bool = True
     """Whether what is pulled stays in this pool afterwards, and is announced; otherwise it is freed with the lease."""
+    in_place: bool = False
+    """The reader can map other arenas of its host (`SlotRef.arena`): what isn't kept needs no copy then."""
 
 
 class AcquiredChunk(Message, frozen=True):

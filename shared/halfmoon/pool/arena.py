@@ -81,7 +81,17 @@ def remove_stale(directory: Path, node: NodeId) -> list[Path]:
 class Arena:
     """A mapped arena. Views handed out stay valid after `close`: the memory goes when the last of them does."""
 
-    def __init__(self, path: Path, fd: int, slot_bytes: int, num_slots: int, *, writable: bool, owner: bool) -> None:
+    def __init__(
+        self,
+        path: Path,
+        fd: int,
+        slot_bytes: int,
+        num_slots: int,
+        *,
+        writable: bool,
+        owner: bool,
+        private: bool = False,
+    ) -> None:
         self.path = path
         self.slot_bytes = slot_bytes
         self.num_slots = num_slots
@@ -91,8 +101,8 @@ class Arena:
         self._map: mmap.mmap | None = mmap.mmap(
             fd,
             arena_bytes(slot_bytes, num_slots),
-            flags=mmap.MAP_SHARED,
-            prot=mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0),
+            flags=mmap.MAP_PRIVATE if private else mmap.MAP_SHARED,
+            prot=mmap.PROT_READ | (mmap.PROT_WRITE if writable or private else 0),
         )
 
     @classmethod
@@ -124,8 +134,14 @@ class Arena:
         return arena
 
     @classmethod
-    def attach(cls, path: Path, slot_bytes: int, num_slots: int, *, writable: bool = True) -> Self:
-        """Map another process's arena. Raises `ArenaError`, also where its size isn't the one described."""
+    def attach(
+        cls, path: Path, slot_bytes: int, num_slots: int, *, writable: bool = True, private: bool = False
+    ) -> Self:
+        """Map another process's arena. Raises `ArenaError`, also where its size isn't the one described.
+
+        `private`, together with `writable=False`: views count as writable (there are libraries that take no others
+        without a copy), and what would be written into them stays in this process.
+        """
         try:
             fd = os.open(path, (os.O_RDWR if writable else os.O_RDONLY) | os.O_NOFOLLOW)
         except OSError as error:
@@ -134,7 +150,10 @@ class Arena:
             size, expected = os.fstat(fd).st_size, arena_bytes(slot_bytes, num_slots)
             if size != expected:
                 raise ArenaError(f"the arena {path} has {size} bytes where {expected} were described: another epoch?")
-            return cls(path, fd, slot_bytes, num_slots, writable=writable, owner=False)
+            return cls(path, fd, slot_bytes, num_slots, writable=writable, owner=False, private=private)
+        except OSError as error:
+            os.close(fd)
+            raise ArenaError(f"can't map the arena {path}: {error.strerror}") from error
         except BaseException:
             os.close(fd)
             raise

@@ -4,14 +4,17 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
+
+import msgspec
 
 from halfmoon.bus.endpoint import announce, call
 from halfmoon.bus.errors import BusError
 from halfmoon.bus.protocol import Bus
-from halfmoon.pool.arena import Arena
+from halfmoon.pool.arena import Arena, ArenaError
+from halfmoon.pool.neighbours import Neighbours
+from halfmoon.pool.renewal import Renewals
 from halfmoon.schemas import subjects
 from halfmoon.schemas.ids import ChunkKey, LeaseId, NodeId, RequestId, WorkerId
 from halfmoon.schemas.kv_tier import (
@@ -40,15 +43,7 @@ from halfmoon.schemas.wire import Message
 R = TypeVar("R", bound=Message)
 
 DEFAULT_LEASE_S = 10.0
-_RENEW_RETRY_S = 0.5
 _RETRY_S = 0.1
-
-
-@dataclass(slots=True)
-class _OpenLease:
-    lease_s: float
-    renew_at: float
-    """In the loop's time."""
 
 
 class PoolClient:
@@ -58,7 +53,7 @@ class PoolClient:
     2. `acquire` and `reserve` give leases on slots; they are renewed in the background, at a third of their length,
        until `release`. `commit` makes what was reserved readable.
     3. `payload(slot)` is the slot's memory. Who read it late, or slowly, asks `holds(slot)` afterwards: True means that
-       the bytes were the leased chunk's all along.
+       the bytes were the leased chunk's all along. A slot may lie in another arena of this host (`SlotRef.arena`).
     4. `close` gives back what is open. Idempotent.
 
     A kv-tier that restarts has a new arena and knows no older lease: the first answer that shows it re-maps the arena.
@@ -75,11 +70,10 @@ class PoolClient:
         self._subject = subjects.kv_tier(node)
         self._info: NodeInfo | None = None
         self._arena: Arena | None = None
+        self._neighbours = Neighbours()
+        self._reads_neighbours = True
         self._mapping = asyncio.Lock()
-        self._open: dict[LeaseId, _OpenLease] = {}
-        self._more = asyncio.Event()
-        self._renewer: asyncio.Task[None] | None = None
-        self._closed = False
+        self._open = Renewals(self._renew, f"pool renew {node}")
 
     @property
     def info(self) -> NodeInfo:
@@ -142,13 +136,24 @@ class PoolClient:
 
         `keep`: what is pulled stays in this pool and is announced. Never for a hand-over's partial chunk.
         """
-        acquired = await self._call(
-            "acquire",
-            Acquire(request_id=request_id, holder=self._worker_id, chunks=tuple(chunks), lease_s=lease_s, keep=keep),
-            Acquired,
-            deadline_ns,
+        request = Acquire(
+            request_id=request_id,
+            holder=self._worker_id,
+            chunks=tuple(chunks),
+            lease_s=lease_s,
+            keep=keep,
+            in_place=self._reads_neighbours and not keep,
         )
-        await self._opened(acquired.lease_id, acquired.epoch, lease_s)
+        acquired = await self._acquire(request, deadline_ns)
+        try:
+            for chunk in acquired.chunks:
+                if chunk.slot is not None and chunk.slot.arena is not None:
+                    self._neighbours.arena(chunk.slot.arena)
+        except ArenaError:
+            # It lies where this process can't see it: from now on the kv-tier copies.
+            self._reads_neighbours = False
+            await self.release(acquired.lease_id)
+            acquired = await self._acquire(msgspec.structs.replace(request, in_place=False), deadline_ns)
         return acquired
 
     async def reserve(
@@ -176,38 +181,44 @@ class PoolClient:
     async def release(self, *lease_ids: LeaseId) -> None:
         """Give leases back. Where the kv-tier can't be told, they expire by themselves: that isn't an error here."""
         for lease_id in lease_ids:
-            self._open.pop(lease_id, None)
+            self._open.drop(lease_id)
         if lease_ids:
             with contextlib.suppress(BusError):
                 await self._call("release", Release(lease_ids=lease_ids), Done)
 
     async def report(self, key: ChunkKey, slot: SlotRef) -> None:
         """Say that this chunk's checksum is wrong, so that it is offered to nobody else. Waits for no answer."""
+        subject = self._subject if slot.arena is None else subjects.kv_tier(slot.arena.node)
         with contextlib.suppress(BusError):
             report = Report(key=key, slot=slot.slot, generation=slot.generation)
-            await announce(self._bus, f"{self._subject}.report", report)
+            await announce(self._bus, f"{subject}.report", report)
 
     def is_open(self, lease_id: LeaseId) -> bool:
         """Whether the lease is still being renewed: False once it was released, or found to have expired."""
         return lease_id in self._open
 
     def payload(self, slot: SlotRef) -> memoryview:
-        """The slot's `num_bytes` bytes: writable, page-aligned."""
-        return self.arena.slot(slot.slot, slot.num_bytes)
+        """The slot's `num_bytes` bytes, page-aligned. Writable; but what is written into another node's stays here.
+
+        Raises `ArenaError` where another node's arena is gone.
+        """
+        return self._arena_of(slot).slot(slot.slot, slot.num_bytes)
 
     def holds(self, slot: SlotRef) -> bool:
         """Whether the slot hasn't been freed since it was leased. A look into memory; asks nobody."""
+        if slot.arena is not None:
+            return self._neighbours.generation(slot.arena, slot.slot) == slot.generation
         return self.arena.generation(slot.slot) == slot.generation
+
+    def locate(self, slot: SlotRef) -> tuple[Path, int]:
+        """The file in which the slot lies, and at which byte: for an engine that maps it in a process of its own."""
+        if slot.arena is not None:
+            return Path(slot.arena.path), slot.slot * slot.arena.slot_bytes
+        return self.arena.path, slot.slot * self.arena.slot_bytes
 
     async def close(self) -> None:
         """Stop renewing, give back what is open, and unmap."""
-        self._closed = True
-        if self._renewer is not None:
-            self._renewer.cancel()
-            await asyncio.gather(self._renewer, return_exceptions=True)
-            self._renewer = None
-        lease_ids = tuple(self._open)
-        self._open.clear()
+        lease_ids = await self._open.close()
         if lease_ids:
             with contextlib.suppress(BusError):
                 await self._call("release", Release(lease_ids=lease_ids), Done, time.time_ns() + 1_000_000_000)
@@ -215,6 +226,15 @@ class PoolClient:
             self._arena.close()
             self._arena = None
             self._info = None
+        self._neighbours.close()
+
+    def _arena_of(self, slot: SlotRef) -> Arena:
+        return self.arena if slot.arena is None else self._neighbours.arena(slot.arena)
+
+    async def _acquire(self, request: Acquire, deadline_ns: int | None) -> Acquired:
+        acquired = await self._call("acquire", request, Acquired, deadline_ns)
+        await self._opened(acquired.lease_id, acquired.epoch, request.lease_s)
+        return acquired
 
     async def _opened(self, lease_id: LeaseId, epoch: int, lease_s: float) -> None:
         """Renew this lease from now on, and make sure that the arena is the one it is on."""
@@ -224,48 +244,10 @@ class PoolClient:
             except BaseException:
                 await self.release(lease_id)
                 raise
-        if not self._closed:
-            self._open[lease_id] = _OpenLease(lease_s, asyncio.get_running_loop().time() + lease_s / 3)
-            self._more.set()
-            if self._renewer is None:
-                self._renewer = asyncio.create_task(self._renew_forever(), name=f"pool renew {self.node}")
+        self._open.keep(lease_id, lease_s)
 
-    async def _renew_forever(self) -> None:
-        loop = asyncio.get_running_loop()
-        while True:
-            self._more.clear()
-            if not self._open:
-                await self._more.wait()
-                continue
-            wait_s = min(lease.renew_at for lease in self._open.values()) - loop.time()
-            if wait_s > 0:
-                with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(wait_s):
-                        await self._more.wait()
-                continue
-            due: dict[float, list[LeaseId]] = {}
-            for lease_id, lease in self._open.items():
-                if lease.renew_at <= loop.time():
-                    due.setdefault(lease.lease_s, []).append(lease_id)
-            for lease_s, lease_ids in due.items():
-                await self._renew(lease_s, lease_ids)
-
-    async def _renew(self, lease_s: float, lease_ids: list[LeaseId]) -> None:
-        started = asyncio.get_running_loop().time()
-        try:
-            renewed = await self._call("renew", Renew(lease_ids=tuple(lease_ids), lease_s=lease_s), Renewed)
-        except BusError:
-            again = min(_RENEW_RETRY_S, lease_s / 6)  # The lease may still live: nothing is lost by asking again.
-            expired: tuple[LeaseId, ...] = ()
-            started = asyncio.get_running_loop().time()
-        else:
-            again = lease_s / 3
-            expired = renewed.expired
-        for lease_id in expired:
-            self._open.pop(lease_id, None)
-        for lease_id in lease_ids:
-            if (lease := self._open.get(lease_id)) is not None:
-                lease.renew_at = started + again
+    async def _renew(self, lease_ids: tuple[LeaseId, ...], lease_s: float) -> Renewed:
+        return await self._call("renew", Renew(lease_ids=lease_ids, lease_s=lease_s), Renewed)
 
     async def _call(self, verb: str, message: Message, reply: type[R], deadline_ns: int | None = None) -> R:
         """Bounded by the deadline where there is one, else by `call_timeout_s`."""

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from halfmoon.chunks.checksum import checksum
 from halfmoon.chunks.plan import PlannedChunk
+from halfmoon.pool.arena import ArenaError
 from halfmoon.pool.client import PoolClient
 from halfmoon.schemas.chunks import ChunkOutcome
 from halfmoon.schemas.kv_tier import AcquiredChunk
@@ -35,7 +36,10 @@ async def read_chunk(pool: PoolClient, chunk: PlannedChunk, found: AcquiredChunk
     if found.slot.num_bytes != chunk.num_bytes or found.key != chunk.key:
         detail = f"the pool gave {found.slot.num_bytes} bytes where {chunk.num_bytes} belong"
         return Reading(chunk=chunk, found=found, outcome=ChunkOutcome.CORRUPT, payload=None, detail=detail)
-    payload = pool.payload(found.slot)
+    try:
+        payload = pool.payload(found.slot)
+    except ArenaError:
+        return _expired(chunk, found)
     expected = found.meta.checksum if found.meta is not None else found.slot.checksum
     if await asyncio.to_thread(checksum, payload) != expected:
         if not pool.holds(found.slot):
