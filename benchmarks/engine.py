@@ -95,10 +95,10 @@ async def _generate(engine: TorchEngine, prompts: Sequence[Sequence[int]], num_t
 
     async def one(number: int, prompt: Sequence[int]) -> list[float]:
         seq_id = f"sequence {number}"
-        engine.open(SequenceSpec(seq_id, prompt, len(prompt) + num_tokens))
+        spec = DecodeSpec(Sampling(temperature=0.0, max_tokens=num_tokens), seed=0)
+        engine.open(SequenceSpec(seq_id, prompt, len(prompt) + num_tokens, decode=spec))
         try:
-            spec = DecodeSpec(Sampling(temperature=0.0, max_tokens=num_tokens), seed=0)
-            return [time.perf_counter() async for _ in engine.decode(seq_id, 0, spec)]
+            return [time.perf_counter() async for _ in engine.decode(seq_id, 0)]
         finally:
             await engine.close(seq_id)
 

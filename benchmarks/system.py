@@ -91,10 +91,10 @@ async def _generate(engine: Engine, prompt: list[int], kv_bytes_per_token: int) 
     async for _ in engine.prefill("prefill", 0, len(prompt) - 1, [ChunkSink(0, len(prompt) - 1, payload)]):
         pass
     await engine.close("prefill")
-    engine.open(SequenceSpec("decode", prompt, len(prompt) + NUM_TOKENS))
-    await engine.load("decode", 0, len(prompt) - 1, payload)
     spec = DecodeSpec(Sampling(temperature=0.0, max_tokens=NUM_TOKENS), seed=0)
-    times = [time.monotonic() async for _ in engine.decode("decode", len(prompt) - 1, spec)]
+    engine.open(SequenceSpec("decode", prompt, len(prompt) + NUM_TOKENS, decode=spec))
+    await engine.load("decode", 0, len(prompt) - 1, payload)
+    times = [time.monotonic() async for _ in engine.decode("decode", len(prompt) - 1)]
     await engine.close("decode")
     return times
 

@@ -52,15 +52,15 @@ async def engine(loaded_engine: Engine) -> AsyncIterator[Engine]:
 async def opened(
     engine: Engine, tokens: list[int], max_tokens: int | None = None, seq_id: str = "s"
 ) -> AsyncIterator[str]:
-    engine.open(SequenceSpec(seq_id, tokens, max_tokens or len(tokens)))
+    engine.open(SequenceSpec(seq_id, tokens, max_tokens or len(tokens), decode=ENDLESS))
     try:
         yield seq_id
     finally:
         await engine.close(seq_id)
 
 
-def decoding(engine: Engine, seq_id: str, spec: DecodeSpec = ENDLESS, num_computed: int = 0) -> "Collector":
-    return Collector(engine.decode(seq_id, num_computed, spec))
+def decoding(engine: Engine, seq_id: str) -> "Collector":
+    return Collector(engine.decode(seq_id, 0))
 
 
 class Collector:
@@ -168,14 +168,14 @@ async def test_sequences_side_by_side_say_what_they_say_alone(engine: Engine) ->
 
 @pytest.mark.parametrize("change", [-1, 1])
 async def test_payloads_of_the_wrong_size_are_refused(engine: Engine, change: int) -> None:
-    size = CHUNK_TOKENS * engine.card.kv_bytes_per_token + change
+    size = engine.card.payload_bytes(CHUNK_TOKENS) + change
     async with opened(engine, SHORT) as seq_id:
         with pytest.raises(ValueError, match="bytes"):
             await engine.load(seq_id, 0, CHUNK_TOKENS, memoryview(bytearray(size)))
 
 
 async def test_chunks_behind_the_prompt_are_refused(engine: Engine) -> None:
-    payload = memoryview(bytearray(CHUNK_TOKENS * engine.card.kv_bytes_per_token))
+    payload = memoryview(bytearray(engine.card.payload_bytes(CHUNK_TOKENS)))
     async with opened(engine, SHORT) as seq_id:
         with pytest.raises(ValueError, match="ends at 128"):
             await engine.load(seq_id, 1, CHUNK_TOKENS, payload)
@@ -206,8 +206,8 @@ async def test_sinks_of_the_wrong_size_are_refused(engine: Engine) -> None:
 async def test_decode_leaves_itself_a_token(engine: Engine, num_computed: int) -> None:
     async with opened(engine, SHORT, 200) as seq_id:
         with pytest.raises(ValueError, match="at least one"):
-            await anext(engine.decode(seq_id, num_computed, ENDLESS))
-        assert token_ids([await anext(engine.decode(seq_id, 0, ENDLESS))]), "a refusal leaves the sequence usable"
+            await anext(engine.decode(seq_id, num_computed))
+        assert token_ids([await anext(engine.decode(seq_id, 0))]), "a refusal leaves the sequence usable"
 
 
 async def test_a_sequence_is_computed_once_at_a_time(engine: Engine) -> None:
@@ -215,7 +215,7 @@ async def test_a_sequence_is_computed_once_at_a_time(engine: Engine) -> None:
         reader = decoding(engine, seq_id)
         await reader.at_least(1)
         with pytest.raises(ValueError, match="already"):
-            await anext(engine.decode(seq_id, 0, ENDLESS))
+            await anext(engine.decode(seq_id, 0))
         await engine.close(seq_id)
         with pytest.raises(SequenceClosed):
             await reader.task
@@ -227,7 +227,7 @@ async def test_decode_ends_at_max_tokens_at_stop_tokens_and_where_the_kv_is_full
     stopped = await generated(engine, SHORT, stop_tokens=frozenset({tokens[3]}))
     assert token_ids(stopped) == tokens[: tokens.index(tokens[3]) + 1]
     async with opened(engine, SHORT, len(SHORT) + 4) as seq_id:
-        full = [token async for token in engine.decode(seq_id, 0, ENDLESS)]
+        full = [token async for token in engine.decode(seq_id, 0)]
     assert token_ids(full) == tokens[:4]
 
 
@@ -237,17 +237,17 @@ async def test_a_consumer_may_leave_at_any_time(engine: Engine) -> None:
         async with aclosing(written):  # type: ignore[type-var]
             assert (await anext(written)).index == 0
     async with opened(engine, SHORT, KV_TOKENS) as seq_id:
-        assert (await anext(engine.decode(seq_id, 0, ENDLESS))).position == 0
+        assert (await anext(engine.decode(seq_id, 0))).position == 0
 
 
 async def test_unknown_sequences_are_closed_ones(engine: Engine) -> None:
-    payload = memoryview(bytearray(CHUNK_TOKENS * engine.card.kv_bytes_per_token))
+    payload = memoryview(bytearray(engine.card.payload_bytes(CHUNK_TOKENS)))
     with pytest.raises(SequenceClosed):
         await engine.load("none", 0, CHUNK_TOKENS, payload)
     with pytest.raises(SequenceClosed):
         await anext(engine.prefill("none", 0, 1, sinks_for(engine, 0, 1)))
     with pytest.raises(SequenceClosed):
-        await anext(engine.decode("none", 0, ENDLESS))
+        await anext(engine.decode("none", 0))
     await engine.close("none")
 
 
@@ -256,7 +256,7 @@ async def begin_nothing(engine: Engine) -> "Collector | None":
 
 
 async def begin_load(engine: Engine) -> "Collector | None":
-    payload = memoryview(bytearray(CHUNK_TOKENS * engine.card.kv_bytes_per_token))
+    payload = memoryview(bytearray(engine.card.payload_bytes(CHUNK_TOKENS)))
 
     async def loads() -> AsyncIterator[object]:
         while True:
@@ -305,7 +305,7 @@ async def begin_decode_and_get_tokens(engine: Engine) -> "Collector | None":
     ],
 )
 async def test_close_in_each_phase(engine: Engine, begin: Callable[[Engine], Awaitable["Collector | None"]]) -> None:
-    engine.open(SequenceSpec("s", LONG, KV_TOKENS))
+    engine.open(SequenceSpec("s", LONG, KV_TOKENS, decode=ENDLESS))
     reader = await begin(engine)
     await asyncio.gather(engine.close("s"), engine.close("s"))
     assert engine.stats().free_tokens == KV_TOKENS
@@ -314,7 +314,7 @@ async def test_close_in_each_phase(engine: Engine, begin: Callable[[Engine], Awa
         with pytest.raises(SequenceClosed):
             await asyncio.wait_for(reader.task, 5)
     with pytest.raises(SequenceClosed):
-        await anext(engine.decode("s", 0, ENDLESS))
+        await anext(engine.decode("s", 0))
     assert token_ids(await generated(engine, SHORT, seq_id="s")), "the id can be used again"
 
 
@@ -336,7 +336,7 @@ async def test_sinks_are_untouched_after_close(engine: Engine) -> None:
 
 
 async def test_a_cancelled_close_closes_all_the_same(engine: Engine) -> None:
-    engine.open(SequenceSpec("s", LONG, KV_TOKENS))
+    engine.open(SequenceSpec("s", LONG, KV_TOKENS, decode=ENDLESS))
     reader = decoding(engine, "s")
     await reader.at_least(1)
     closing = asyncio.create_task(engine.close("s"))
@@ -350,7 +350,7 @@ async def test_a_cancelled_close_closes_all_the_same(engine: Engine) -> None:
 
 async def test_close_of_one_leaves_the_others_alone(engine: Engine) -> None:
     alone = token_ids(await generated(engine, SHORT))
-    engine.open(SequenceSpec("doomed", LONG, 600))
+    engine.open(SequenceSpec("doomed", LONG, 600, decode=ENDLESS))
     doomed = decoding(engine, "doomed")
     other = asyncio.create_task(generated(engine, SHORT, seq_id="other"))
     await doomed.at_least(1)
@@ -361,7 +361,7 @@ async def test_close_of_one_leaves_the_others_alone(engine: Engine) -> None:
 
 
 async def test_a_cancelled_load_is_waited_for(engine: Engine) -> None:
-    payload = bytearray(CHUNK_TOKENS * engine.card.kv_bytes_per_token)
+    payload = bytearray(engine.card.payload_bytes(CHUNK_TOKENS))
     async with opened(engine, SHORT) as seq_id:
         view = memoryview(payload)
         load = asyncio.create_task(engine.load(seq_id, 0, CHUNK_TOKENS, view))
@@ -375,7 +375,7 @@ async def test_a_cancelled_load_is_waited_for(engine: Engine) -> None:
 @pytest.mark.parametrize("kind", ["sim", pytest.param("torch", marks=pytest.mark.model)])
 async def test_stop_closes_everything_and_is_idempotent(kind: str) -> None:
     async with started(kind, small_model(), kv_tokens=KV_TOKENS) as engine:
-        engine.open(SequenceSpec("s", LONG, KV_TOKENS))
+        engine.open(SequenceSpec("s", LONG, KV_TOKENS, decode=ENDLESS))
         reader = decoding(engine, "s")
         await reader.at_least(1)
         await asyncio.gather(engine.stop(), engine.stop())

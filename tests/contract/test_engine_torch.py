@@ -80,8 +80,9 @@ async def test_speeds_are_told_once_there_are_some(engine: Engine) -> None:
 
 async def test_a_failed_step_is_told_to_all_and_leaves_nothing_behind(engine: Engine) -> None:
     """A sink whose memory is gone, against the contract, stands for whatever can fail in a step."""
-    engine.open(SequenceSpec("other", [5, 6], 200))
-    other = engine.decode("other", 0, DecodeSpec(Sampling(temperature=0.0, max_tokens=150), seed=0))
+    spec = DecodeSpec(Sampling(temperature=0.0, max_tokens=150), seed=0)
+    engine.open(SequenceSpec("other", [5, 6], 200, decode=spec))
+    other = engine.decode("other", 0)
     assert await anext(other)
     sinks = sinks_for(engine, 0, len(PROMPT))
     engine.open(SequenceSpec("broken", PROMPT, len(PROMPT)))

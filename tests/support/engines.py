@@ -47,7 +47,7 @@ def sinks_for(engine: Engine, start: int, stop: int) -> list[ChunkSink]:
         ChunkSink(
             index=position // card.chunk_tokens,
             num_tokens=min(card.chunk_tokens, stop - position),
-            payload=memoryview(bytearray(min(card.chunk_tokens, stop - position) * card.kv_bytes_per_token)),
+            payload=memoryview(bytearray(card.payload_bytes(min(card.chunk_tokens, stop - position)))),
         )
         for position in range(start, stop, card.chunk_tokens)
     ]
@@ -57,7 +57,7 @@ async def prefilled(
     engine: Engine, tokens: Sequence[int], *, loaded: Sequence[ChunkSink] = (), seq_id: str = "prefill"
 ) -> list[ChunkSink]:
     """Chunks of all positions but the last: those given, and those computed behind them."""
-    engine.open(SequenceSpec(seq_id, tokens, len(tokens)))
+    engine.open(SequenceSpec(seq_id, tokens, len(tokens), num_loadable=sum(chunk.num_tokens for chunk in loaded)))
     try:
         for chunk in loaded:
             await engine.load(seq_id, chunk.index, chunk.num_tokens, chunk.payload)
@@ -84,12 +84,12 @@ async def generated(
 ) -> list[Sampled]:
     """What the engine generates after `tokens`, where the chunks given are loaded and the rest is computed."""
     max_tokens = len(tokens) + (sampling.max_tokens or 0) - num_known
-    engine.open(SequenceSpec(seq_id, tokens, max_tokens))
+    spec = DecodeSpec(sampling, seed, num_known, stop_tokens)
+    num_computed = sum(chunk.num_tokens for chunk in loaded)
+    engine.open(SequenceSpec(seq_id, tokens, max_tokens, decode=spec, num_loadable=num_computed))
     try:
         await asyncio.gather(*(engine.load(seq_id, chunk.index, chunk.num_tokens, chunk.payload) for chunk in loaded))
-        num_computed = sum(chunk.num_tokens for chunk in loaded)
-        spec = DecodeSpec(sampling, seed, num_known, stop_tokens)
-        return [token async for token in engine.decode(seq_id, num_computed, spec)]
+        return [token async for token in engine.decode(seq_id, num_computed)]
     finally:
         await engine.close(seq_id)
 

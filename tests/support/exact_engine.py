@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 from halfmoon.engine.contract import (
     ChunkSink,
     ChunkWritten,
-    DecodeSpec,
     EngineFull,
     EngineStats,
+    HotChanges,
     Sampled,
     SequenceClosed,
     SequenceSpec,
@@ -74,6 +74,7 @@ class ExactEngine:
         self.prefilled: list[tuple[int, int]] = []
         self.decoded_from: list[int] = []
         self.num_loads = 0
+        self.num_hot = 0
         self.started = False
         self._sequences: dict[str, _Sequence] = {}
         self._clock_ns = 1_000
@@ -106,6 +107,16 @@ class ExactEngine:
             raise EngineFull(spec.max_tokens, free)
         self._sequences[spec.seq_id] = _Sequence(spec)
 
+    async def hot(self, seq_id: str) -> int:
+        """As a prefix cache would: `num_hot` tokens of any prompt, rightly computed."""
+        sequence = self._sequence(seq_id)
+        num_hot = min(self.num_hot, len(sequence.spec.tokens) - 1)
+        self._compute(sequence, 0, num_hot)
+        return num_hot
+
+    def hot_changes(self) -> HotChanges:
+        return HotChanges()
+
     async def load(self, seq_id: str, index: int, num_tokens: int, payload: memoryview) -> None:
         assert len(payload) == num_tokens * KV_BYTES_PER_TOKEN
         sequence = self._sequence(seq_id)
@@ -130,8 +141,10 @@ class ExactEngine:
             sink.payload[:] = b"".join(sequence.kv[begin + offset] for offset in range(sink.num_tokens))
             yield ChunkWritten(sink.index, started_ns, self._now_ns())
 
-    async def decode(self, seq_id: str, num_computed: int, spec: DecodeSpec) -> AsyncIterator[Sampled]:
+    async def decode(self, seq_id: str, num_computed: int) -> AsyncIterator[Sampled]:
         sequence = self._sequence(seq_id)
+        spec = sequence.spec.decode
+        assert spec is not None
         tokens = list(sequence.spec.tokens)
         assert 0 <= num_computed < len(tokens)
         self.decoded_from.append(num_computed)

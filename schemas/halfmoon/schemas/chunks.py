@@ -18,6 +18,8 @@ class Tier(StrEnum):
 class ChunkOutcome(StrEnum):
     """What happened to one chunk of one request at one place."""
 
+    HIT_HBM = "hit_hbm"
+    """The engine's own prefix cache held it: nothing was read from a pool."""
     HIT_LOCAL = "hit_local"
     HIT_REMOTE = "hit_remote"
     SSD = "ssd"

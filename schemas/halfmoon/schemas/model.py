@@ -21,3 +21,10 @@ class ModelCard(Message, frozen=True):
     max_model_tokens: int
     """Prompt and completion together."""
     vocab_size: int
+    block_tokens: int = 1
+    """Payloads hold whole blocks of this many tokens, the last one padded. Chunks are a multiple of it."""
+
+    def payload_bytes(self, num_tokens: int) -> int:
+        """Size of the KV of `num_tokens` consecutive positions, the first at a chunk's begin."""
+        num_blocks = -(-num_tokens // self.block_tokens)
+        return num_blocks * self.block_tokens * self.kv_bytes_per_token

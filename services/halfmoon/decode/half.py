@@ -174,7 +174,14 @@ class DecodeRun:
         if self._completion.finish_reason is not None:
             return
         tokens = (*half.tokens, *half.known)
-        spec = SequenceSpec(f"{half.transfer_id}/{half.attempt}", tokens, len(half.tokens) + self._limit)
+        spec = SequenceSpec(
+            f"{half.transfer_id}/{half.attempt}",
+            tokens,
+            len(half.tokens) + self._limit,
+            decode=self._decode_spec(),
+            num_loadable=sum(chunk.num_tokens for chunk in self._chunks),
+            root=half.root,
+        )
         async with self._leases() as leases, AsyncExitStack() as turn:
             with parts.tracer.span(DECODE_QUEUE):
                 await turn.enter_async_context(parts.places.place(priority=half.priority))
@@ -213,16 +220,10 @@ class DecodeRun:
         parts, half, completion = self._parts, self.half, self._completion
         start = num_computed(self._num_loaded_tokens, len(sequence.spec.tokens))
         self._num_computed_tokens += max(0, len(half.tokens) - start)
-        spec = DecodeSpec(
-            msgspec.structs.replace(half.sampling, max_tokens=self._limit),
-            half.seed,
-            num_known=len(half.known),
-            stop_tokens=completion.stop_tokens,
-        )
         outbox.start()
         with parts.tracer.span(DECODE_GENERATE) as span:
             last_s = time.monotonic()
-            async with aclosing(sequence.decode(start, spec)) as sampled_tokens:
+            async with aclosing(sequence.decode(start)) as sampled_tokens:
                 async for sampled in sampled_tokens:
                     if self.state is HalfState.RECOMPUTING:
                         self._machine.fire(HalfEvent.FIRST_TOKEN)
@@ -238,6 +239,14 @@ class DecodeRun:
             span.set_attribute(attributes.GEN_AI_USAGE_OUTPUT_TOKENS, completion.num_tokens)
             span.set_attribute(attributes.GEN_AI_USAGE_CACHE_READ_INPUT_TOKENS, self._reported_cached_tokens())
             span.set_attribute(attributes.GEN_AI_RESPONSE_FINISH_REASONS, [completion.finish_reason.value])
+
+    def _decode_spec(self) -> DecodeSpec:
+        return DecodeSpec(
+            msgspec.structs.replace(self.half.sampling, max_tokens=self._limit),
+            self.half.seed,
+            num_known=len(self.half.known),
+            stop_tokens=self._completion.stop_tokens,
+        )
 
     def _finished(self) -> Finished:
         completion = self._completion

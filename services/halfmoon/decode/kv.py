@@ -83,7 +83,11 @@ class Transfer:
         self._wake()
 
     async def load(self, sequence: OpenSequence, leases: LeaseSet, fire: Callable[[HalfEvent], object]) -> str | None:
-        """Load chunks as they are announced, until all are there (None), or the rest won't come (the reason)."""
+        """Load chunks as they are announced, until all are there (None), or the rest won't come (the reason).
+
+        What is hot in the engine isn't loaded.
+        """
+        self._puller.skip(self._request_id, self.progress.hot(await sequence.hot()))
         while True:
             self._news.clear()
             step = next_step(self.progress)

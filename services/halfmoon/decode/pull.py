@@ -22,6 +22,11 @@ class ChunkPuller:
     def __init__(self, recorder: ChunkRecorder) -> None:
         self._recorder = recorder
 
+    def skip(self, request_id: RequestId, chunks: Sequence[PlannedChunk]) -> None:
+        """Record that the engine has these already."""
+        for chunk in chunks:
+            self._recorder.hot(request_id, chunk)
+
     async def pull(
         self,
         request_id: RequestId,

@@ -73,11 +73,22 @@ class KvProgress:
     given_up: str | None = None
     """Why no more announcements are waited for."""
     cached_tokens: int = 0
-    """Prompt tokens that prefill found in the pool."""
+    """Prompt tokens that prefill found in the pool, or that this engine had."""
 
     @property
     def num_loaded_tokens(self) -> int:
         return sum(chunk.num_tokens for chunk in self.chunks[: self.num_loaded])
+
+    def hot(self, num_tokens: int) -> Sequence[PlannedChunk]:
+        """Take in that the engine holds `[0, num_tokens)` already; the chunks that needn't be loaded for it."""
+        end = 0
+        for place, chunk in enumerate(self.chunks):
+            end += chunk.num_tokens
+            if end > num_tokens:
+                break
+            self.num_loaded = place + 1
+        self.cached_tokens = self.num_loaded_tokens
+        return self.chunks[: self.num_loaded]
 
     def announce(self, message: KvReady) -> None:
         """Take an announcement in; what this worker didn't plan for means that the two cut the prompt differently."""

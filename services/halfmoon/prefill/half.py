@@ -21,6 +21,7 @@ from halfmoon.prefill.metrics import PrefillMetrics
 from halfmoon.prefill.policy import hold_until_ns, is_gone
 from halfmoon.prefill.state import HALF_TABLE, HalfEvent, HalfState
 from halfmoon.schemas import subjects
+from halfmoon.schemas.chunks import ChunkOutcome
 from halfmoon.schemas.ids import WorkerId
 from halfmoon.schemas.kv_tier import ChunkSource
 from halfmoon.schemas.members import RequestProgress
@@ -199,13 +200,21 @@ class PrefillRun:
             await self._announce(hits.ready())
         if hits.num_chunks == len(self._chunks):
             return None
-        spec = SequenceSpec(f"{half.transfer_id}/{half.attempt}", half.tokens, len(half.tokens))
+        spec = SequenceSpec(
+            f"{half.transfer_id}/{half.attempt}",
+            half.tokens,
+            len(half.tokens),
+            num_loadable=hits.num_tokens,
+            root=half.root,
+        )
         async with parts.sequences.sequence(spec, priority=half.priority) as sequence:
             computed = await parts.computer.compute(job, hits, sequence, leases, self._on_computed)
         return computed.error
 
     async def _on_computed(self, chunks: Sequence[ReadyChunk]) -> None:
-        self._num_computed += sum(chunk.num_tokens for chunk in chunks)
+        num_hot = sum(chunk.num_tokens for chunk in chunks if chunk.outcome is ChunkOutcome.HIT_HBM)
+        self._num_reused += num_hot
+        self._num_computed += sum(chunk.num_tokens for chunk in chunks) - num_hot
         await self._announce(chunks)
 
     async def _hold(self, reader: Watched) -> None:

@@ -146,7 +146,7 @@ class Prefill:
             half.root,
             half.tokens,
             chunk_tokens=card.chunk_tokens,
-            kv_bytes_per_token=card.kv_bytes_per_token,
+            payload_bytes=card.payload_bytes,
             transfer_id=half.transfer_id,
         )
         deadline_ns = half.deadline_ns or envelope.deadline_ns

@@ -1,6 +1,6 @@
 """How a prompt is cut: which positions prefill computes, in which chunks, and what stays for decode."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from halfmoon.chunks.keys import chunk_keys, handover_key
@@ -23,10 +23,10 @@ def plan_chunks(
     tokens: Sequence[int],
     *,
     chunk_tokens: int,
-    kv_bytes_per_token: int,
+    payload_bytes: Callable[[int], int],
     transfer_id: TransferId,
 ) -> list[PlannedChunk]:
-    """The chunks of a prompt that prefill provides and decode loads, in order.
+    """The chunks of a prompt that prefill provides and decode loads, in order. `payload_bytes`: of a card.
 
     For n tokens and chunks of c, with k = n // c:
 
@@ -43,7 +43,7 @@ def plan_chunks(
             key=key,
             parent=keys[index - 1] if index else None,
             num_tokens=chunk_tokens,
-            num_bytes=chunk_tokens * kv_bytes_per_token,
+            num_bytes=payload_bytes(chunk_tokens),
             shared=True,
         )
         for index, key in enumerate(keys)
@@ -56,7 +56,7 @@ def plan_chunks(
                 key=handover_key(transfer_id, len(keys)),
                 parent=keys[-1] if keys else None,
                 num_tokens=left,
-                num_bytes=left * kv_bytes_per_token,
+                num_bytes=payload_bytes(left),
                 shared=False,
             )
         )

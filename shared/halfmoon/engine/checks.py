@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from halfmoon.engine.contract import ChunkSink, SequenceSpec
+from halfmoon.engine.contract import ChunkSink, DecodeSpec, SequenceSpec
 from halfmoon.schemas.model import ModelCard
 
 
@@ -41,12 +41,17 @@ def check_sinks(card: ModelCard, num_prompt_tokens: int, start: int, stop: int, 
         raise ValueError(f"the sinks end at {position}, the range is [{start}, {stop}) of {num_prompt_tokens} tokens")
 
 
-def check_decode(num_prompt_tokens: int, num_computed: int) -> None:
+def check_decode(spec: SequenceSpec, num_computed: int) -> DecodeSpec:
+    """How to generate, where that can begin behind `num_computed` tokens."""
+    if spec.decode is None:
+        raise ValueError(f"sequence {spec.seq_id} was opened without a DecodeSpec: it can only be prefilled")
+    num_prompt_tokens = len(spec.tokens)
     if not 0 <= num_computed < num_prompt_tokens:
         raise ValueError(f"num_computed {num_computed} must leave at least one of {num_prompt_tokens} tokens")
+    return spec.decode
 
 
 def _check_bytes(card: ModelCard, num_tokens: int, payload: memoryview) -> None:
-    expected = num_tokens * card.kv_bytes_per_token
+    expected = card.payload_bytes(num_tokens)
     if payload.nbytes != expected:
         raise ValueError(f"a payload of {num_tokens} tokens has {expected} bytes, this one {payload.nbytes}")

@@ -8,13 +8,14 @@ Lifecycle, and what each side promises:
 1. `start()` loads the weights and returns the `ModelCard`. Called once. It reports progress in 0..1.
 2. `open(spec)` claims KV blocks for a whole sequence (`max_tokens` of it). It is synchronous and all-or-nothing:
    `EngineFull` leaves nothing behind. The sequence id may be used again only after `close`.
-3. `load(...)` copies cached chunks in, in any order. The caller keeps each payload valid until `load` has returned.
-4. `prefill(...)` computes the KV of positions `[start, stop)` in bounded steps and writes each finished chunk to its
+3. `hot(...)` says how much of the prompt the engine's own prefix cache holds, and keeps that for the sequence.
+4. `load(...)` copies cached chunks in, in any order. The caller keeps each payload valid until `load` has returned.
+5. `prefill(...)` computes the KV of positions `[start, stop)` in bounded steps and writes each finished chunk to its
    sink before yielding it. The caller keeps the sinks valid until the iterator has ended or `close` has returned.
-5. `decode(...)` computes what is still missing of the prompt (always at least its last token), then samples.
-6. `close(seq_id)` aborts whatever runs for the sequence, and returns only when no thread of the engine can touch its
+6. `decode(...)` computes what is still missing of the prompt (always at least its last token), then samples.
+7. `close(seq_id)` aborts whatever runs for the sequence, and returns only when no thread of the engine can touch its
    payloads, sinks or blocks any more. Idempotent, prompt (one step at most), safe in any state and from `finally`.
-7. `stop()` closes every sequence and frees the model. Idempotent.
+8. `stop()` closes every sequence and frees the model. Idempotent.
 
 Positions and who owns them, for a prompt of n tokens and chunks of c (k = n // c whole chunks):
 
@@ -27,6 +28,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from halfmoon.schemas.ids import ChunkKey
 from halfmoon.schemas.model import ModelCard
 from halfmoon.schemas.requests import Sampling, TokenLogprob
 
@@ -53,6 +55,19 @@ class SequenceClosed(EngineError):
 
 
 @dataclass(frozen=True, slots=True)
+class DecodeSpec:
+    """How to generate: `Sampling` holds what the user asked for."""
+
+    sampling: Sampling
+    seed: int
+    """Always set: the conductor draws one where the user gave none, so that a continuation elsewhere is the same."""
+    num_known: int = 0
+    """Completion tokens that are already part of `SequenceSpec.tokens`: the next one sampled has this position."""
+    stop_tokens: frozenset[int] = field(default_factory=frozenset)
+    """End-of-sequence ids. Reaching one ends the iterator; that token is yielded too."""
+
+
+@dataclass(frozen=True, slots=True)
 class SequenceSpec:
     """One sequence as the engine will hold it."""
 
@@ -61,6 +76,14 @@ class SequenceSpec:
     """The whole prompt. (For a continuation: prompt and the tokens that are already known.)"""
     max_tokens: int
     """KV to hold at most, in tokens: for prefill the prompt, for decode prompt and completion."""
+    decode: DecodeSpec | None = None
+    """How `decode` is to generate; None where it won't be called."""
+    num_loadable: int | None = None
+    """Positions `[0, num_loadable)` may be loaded, no others. None: all but the last token's. An engine that schedules
+    by itself has to know before the first chunk is there."""
+    root: bytes = b""
+    """Root of the chunk keys (`halfmoon.chunks.keys.Namespace`). What the engine caches by itself is shared only
+    between sequences of one root, so that tenants stay apart there too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +94,7 @@ class ChunkSink:
     """Chunk number in the prompt: it covers positions `[index * chunk_tokens, index * chunk_tokens + num_tokens)`."""
     num_tokens: int
     payload: memoryview
-    """Writable, exactly `num_tokens * kv_bytes_per_token` bytes."""
+    """Writable, exactly `ModelCard.payload_bytes(num_tokens)` bytes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +105,8 @@ class ChunkWritten:
     started_ns: int
     """Unix time at which the step that began this chunk started."""
     finished_ns: int
+    is_hot: bool = False
+    """It was copied out of the engine's prefix cache, not computed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,16 +138,13 @@ class EngineStats:
 
 
 @dataclass(frozen=True, slots=True)
-class DecodeSpec:
-    """How to generate: `Sampling` holds what the user asked for."""
+class HotChanges:
+    """What came into and went out of the engine's own prefix cache since it was asked last."""
 
-    sampling: Sampling
-    seed: int
-    """Always set: the conductor draws one where the user gave none, so that a continuation elsewhere is the same."""
-    num_known: int = 0
-    """Completion tokens that are already part of `SequenceSpec.tokens`: the next one sampled has this position."""
-    stop_tokens: frozenset[int] = field(default_factory=frozenset)
-    """End-of-sequence ids. Reaching one ends the iterator; that token is yielded too."""
+    added: frozenset[ChunkKey] = frozenset()
+    removed: frozenset[ChunkKey] = frozenset()
+    is_reset: bool = False
+    """What was told before doesn't count any more: `added` is all that is there."""
 
 
 class Engine(Protocol):
@@ -139,10 +161,21 @@ class Engine(Protocol):
         """Claim blocks. Raises `EngineFull`, or ValueError where the spec can never fit."""
         ...
 
-    async def load(self, seq_id: str, index: int, num_tokens: int, payload: memoryview) -> None:
-        """Copy one chunk's payload (`num_tokens * kv_bytes_per_token` bytes) into the sequence's KV.
+    async def hot(self, seq_id: str) -> int:
+        """Positions `[0, n)` that the engine holds already, from sequences before: they needn't be loaded.
 
-        Raises `SequenceClosed`; ValueError where the size or place is wrong.
+        0 for an engine without a prefix cache. Raises `SequenceClosed`.
+        """
+        ...
+
+    def hot_changes(self) -> HotChanges:
+        """Chunks that are hot now and weren't when this was last asked, and the reverse. Asked by one caller."""
+        ...
+
+    async def load(self, seq_id: str, index: int, num_tokens: int, payload: memoryview) -> None:
+        """Copy one chunk's payload (`ModelCard.payload_bytes(num_tokens)` bytes) into the sequence's KV.
+
+        What is hot already is left as it is. Raises `SequenceClosed`; ValueError where the size or place is wrong.
         """
         ...
 
@@ -153,11 +186,11 @@ class Engine(Protocol):
         """
         ...
 
-    def decode(self, seq_id: str, num_computed: int, spec: DecodeSpec) -> AsyncIterator[Sampled]:
-        """Generate, where positions `[0, num_computed)` are loaded, `num_computed < len(tokens)`.
+    def decode(self, seq_id: str, num_computed: int) -> AsyncIterator[Sampled]:
+        """Generate as `SequenceSpec.decode` says, where `[0, num_computed)` is loaded or hot.
 
-        Ends after a stop token or `sampling.max_tokens` tokens. The consumer may stop iterating at any time and call
-        `close`. Raises `SequenceClosed`.
+        `num_computed < len(tokens)`. Ends after a stop token or `sampling.max_tokens` tokens. The consumer may stop
+        iterating at any time and call `close`. Raises `SequenceClosed`.
         """
         ...
 

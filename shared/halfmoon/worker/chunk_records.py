@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 from halfmoon.chunks.plan import PlannedChunk
 from halfmoon.engine.contract import ChunkWritten
-from halfmoon.schemas.chunks import ChunkOutcome
+from halfmoon.schemas.chunks import ChunkOutcome, Tier
 from halfmoon.schemas.ids import NodeId, RequestId
 from halfmoon.schemas.kv_tier import AcquiredChunk
 from halfmoon.tracing import Tracer
@@ -57,19 +57,32 @@ class ChunkRecorder:
         )
         self._count(outcome, found.num_bytes_moved)
 
-    def computed(self, request_id: RequestId, chunk: PlannedChunk, written: ChunkWritten) -> None:
+    def written(self, request_id: RequestId, chunk: PlannedChunk, written: ChunkWritten) -> None:
+        """By the engine, into the pool: computed, or copied where it was hot."""
+        outcome = ChunkOutcome.HIT_HBM if written.is_hot else ChunkOutcome.COMPUTED
+        self._own(request_id, chunk, outcome, written.started_ns, written.finished_ns)
+
+    def hot(self, request_id: RequestId, chunk: PlannedChunk) -> None:
+        """The engine has it: it isn't read from any pool."""
+        now_ns = time.time_ns()
+        self._own(request_id, chunk, ChunkOutcome.HIT_HBM, now_ns, now_ns)
+
+    def _own(
+        self, request_id: RequestId, chunk: PlannedChunk, outcome: ChunkOutcome, started_ns: int, finished_ns: int
+    ) -> None:
         facts = ChunkFacts(
             request_id=request_id,
             key=chunk.key,
             index=chunk.index,
-            outcome=ChunkOutcome.COMPUTED,
+            outcome=outcome,
+            tier=Tier.HBM.value if outcome is ChunkOutcome.HIT_HBM else None,
             num_bytes=chunk.num_bytes,
             num_tokens=chunk.num_tokens,
             source=self._node,
             destination=self._node,
         )
-        self._tracer.record_span(CHUNK, written.started_ns, written.finished_ns, attributes=facts.attributes())
-        self._count(ChunkOutcome.COMPUTED, 0)
+        self._tracer.record_span(CHUNK, started_ns, finished_ns, attributes=facts.attributes())
+        self._count(outcome, 0)
 
 
 class ChunkUnusable(Exception):

@@ -75,6 +75,7 @@ class Computed:
 
     num_tokens: int
     num_new: int
+    """Neither from the pool nor from the engine's prefix cache."""
     error: Error | None = None
     """Why it ended before the last chunk."""
 
@@ -142,8 +143,13 @@ class PromptComputer:
         return done
 
     async def _load(self, hits: Hits, sequence: OpenSequence, leases: LeaseSet) -> Hits:
-        """Those that could be loaded: a slow reader may find that its lease has expired."""
+        """Those that the engine has now: a slow reader may find that its lease has expired."""
+        num_hot = await sequence.hot() if hits.num_chunks else 0
+        end = 0
         for place, reading in enumerate(hits.readings):
+            end += reading.chunk.num_tokens
+            if end <= num_hot:
+                continue
             if reading.payload is not None:
                 await sequence.load(reading.chunk.index, reading.chunk.num_tokens, reading.payload)
             if reading.after_use(leases.pool).payload is None:
@@ -182,7 +188,7 @@ class PromptComputer:
         on_ready: OnReady,
     ) -> Computed:
         """Compute from position `start` as far as there are slots."""
-        num_new = 0
+        done = num_new = 0
         if not slots.places:
             return Computed(start, 0)
         sinks = [
@@ -195,17 +201,18 @@ class PromptComputer:
             async for written in written_chunks:
                 chunk, slot = slots.places[written.index]
                 digest = await asyncio.to_thread(checksum, payloads[written.index])
-                self._recorder.computed(job.request_id, chunk, written)
+                self._recorder.written(job.request_id, chunk, written)
                 try:
                     committed = await leases.commit(slots.lease_id, [_written(job, chunk, slot, digest, written)])
                     if chunk.shared and not committed.num_registered:
                         # Another writer was first: readers find its copy, so that is the one to hold.
                         await leases.acquire([_wanted(chunk, ())], keep=True)
                 except BusError as error:
-                    return Computed(start + num_new, num_new, _pool_error("the pool lost a computed chunk", error))
-                num_new += chunk.num_tokens
-                await on_ready([_ready(chunk, ChunkOutcome.COMPUTED)])
-        return Computed(start + num_new, num_new)
+                    return Computed(start + done, num_new, _pool_error("the pool lost a computed chunk", error))
+                done += chunk.num_tokens
+                num_new += 0 if written.is_hot else chunk.num_tokens
+                await on_ready([_ready(chunk, ChunkOutcome.HIT_HBM if written.is_hot else ChunkOutcome.COMPUTED)])
+        return Computed(start + done, num_new)
 
 
 def _written(job: PromptJob, chunk: PlannedChunk, slot: SlotRef, digest: bytes, written: ChunkWritten) -> WrittenChunk:

@@ -8,7 +8,6 @@ from typing import Self, TypeVar
 from halfmoon.engine.contract import (
     ChunkSink,
     ChunkWritten,
-    DecodeSpec,
     Engine,
     EngineError,
     EngineFull,
@@ -101,6 +100,11 @@ class OpenSequence:
         self._on_crash = on_crash
         self.spec = spec
 
+    async def hot(self) -> int:
+        """Positions `[0, n)` that needn't be loaded."""
+        with _Guard("hot", self._on_crash):
+            return await self._engine.hot(self.spec.seq_id)
+
     async def load(self, index: int, num_tokens: int, payload: memoryview) -> None:
         with _Guard("load", self._on_crash):
             await self._engine.load(self.spec.seq_id, index, num_tokens, payload)
@@ -109,8 +113,8 @@ class OpenSequence:
         """To be iterated under `aclosing`, as `decode` is."""
         return self._guarded("prefill", lambda: self._engine.prefill(self.spec.seq_id, start, stop, sinks))
 
-    def decode(self, num_computed: int, spec: DecodeSpec) -> AsyncGenerator[Sampled]:
-        return self._guarded("decode", lambda: self._engine.decode(self.spec.seq_id, num_computed, spec))
+    def decode(self, num_computed: int) -> AsyncGenerator[Sampled]:
+        return self._guarded("decode", lambda: self._engine.decode(self.spec.seq_id, num_computed))
 
     async def _guarded(self, operation: str, iterate: Callable[[], AsyncIterator[T]]) -> AsyncGenerator[T]:
         with _Guard(operation, self._on_crash):

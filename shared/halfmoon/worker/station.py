@@ -76,7 +76,7 @@ class Station:
             ) from error
         except ArenaError as error:
             raise StartupError(f"the pool of node {self.node!r} can't be mapped: {error}") from error
-        chunk_bytes = card.chunk_tokens * card.kv_bytes_per_token
+        chunk_bytes = card.payload_bytes(card.chunk_tokens)
         if chunk_bytes > info.slot_bytes:
             raise StartupError(
                 f"a chunk of {card.chunk_tokens} tokens of {card.name!r} has {chunk_bytes:,} bytes, the slots of "

@@ -13,10 +13,10 @@ from halfmoon.engine.checks import check_decode, check_load, check_sinks, check_
 from halfmoon.engine.contract import (
     ChunkSink,
     ChunkWritten,
-    DecodeSpec,
     EngineError,
     EngineFull,
     EngineStats,
+    HotChanges,
     Sampled,
     SequenceClosed,
     SequenceSpec,
@@ -102,6 +102,14 @@ class SimEngine:
         self._free_tokens -= spec.max_tokens
         self._sequences[spec.seq_id] = _Sequence(spec, bytearray(len(spec.tokens) * KV_BYTES_PER_TOKEN))
 
+    async def hot(self, seq_id: str) -> int:
+        """Always 0: it has no prefix cache."""
+        self._get(seq_id)
+        return 0
+
+    def hot_changes(self) -> HotChanges:
+        return HotChanges()
+
     async def load(self, seq_id: str, index: int, num_tokens: int, payload: memoryview) -> None:
         sequence = self._get(seq_id)
         check_load(self.card, len(sequence.spec.tokens), index, num_tokens, payload)
@@ -126,10 +134,10 @@ class SimEngine:
         finally:
             sequence.is_running = False
 
-    async def decode(self, seq_id: str, num_computed: int, spec: DecodeSpec) -> AsyncIterator[Sampled]:
+    async def decode(self, seq_id: str, num_computed: int) -> AsyncIterator[Sampled]:
         sequence = self._get_idle(seq_id)
         tokens = sequence.spec.tokens
-        check_decode(len(tokens), num_computed)
+        spec = check_decode(sequence.spec, num_computed)
         sequence.is_running = True
         try:
             if num_computed < len(tokens) - 1:

@@ -16,9 +16,9 @@ from halfmoon.engine.checks import check_decode, check_load, check_sinks, check_
 from halfmoon.engine.contract import (
     ChunkSink,
     ChunkWritten,
-    DecodeSpec,
     EngineError,
     EngineStats,
+    HotChanges,
     Sampled,
     SequenceClosed,
     SequenceSpec,
@@ -86,6 +86,14 @@ class TorchEngine:
         extent = kv.take(spec.max_tokens)
         self._sequences[spec.seq_id] = OpenSequence(spec, extent, list(spec.tokens))
 
+    async def hot(self, seq_id: str) -> int:
+        """Always 0: a sequence's blocks are its own."""
+        self._get(seq_id)
+        return 0
+
+    def hot_changes(self) -> HotChanges:
+        return HotChanges()
+
     async def load(self, seq_id: str, index: int, num_tokens: int, payload: memoryview) -> None:
         sequence = self._get(seq_id)
         check_load(self.card, len(sequence.tokens), index, num_tokens, payload)
@@ -117,10 +125,9 @@ class TorchEngine:
             assert isinstance(item, ChunkWritten)
             yield item
 
-    async def decode(self, seq_id: str, num_computed: int, spec: DecodeSpec) -> AsyncIterator[Sampled]:
+    async def decode(self, seq_id: str, num_computed: int) -> AsyncIterator[Sampled]:
         sequence = self._get_idle(seq_id)
-        check_decode(len(sequence.tokens), num_computed)
-        sequence.begin_decode(num_computed, spec)
+        sequence.begin_decode(num_computed, check_decode(sequence.spec, num_computed))
         self._wake.set()
         while (item := await sequence.outbox.get()) is not None:
             if isinstance(item, Exception):
