@@ -81,9 +81,7 @@ def test_a_token_that_does_not_fit_is_refused() -> None:
 
 @given(tokens.filter(bool), st.integers(1, 9))
 def test_a_plan_covers_all_that_decode_does_not_compute(prompt: list[int], chunk_tokens: int) -> None:
-    plan = plan_chunks(
-        ROOT, prompt, chunk_tokens=chunk_tokens, payload_bytes=3.__mul__, transfer_id=TRANSFER
-    )
+    plan = plan_chunks(ROOT, prompt, chunk_tokens=chunk_tokens, payload_bytes=(3).__mul__, transfer_id=TRANSFER)
     covered = sum(chunk.num_tokens for chunk in plan)
     assert covered in (len(prompt) - 1, len(prompt))
     assert (covered == len(prompt)) == (len(prompt) % chunk_tokens == 0)

@@ -20,9 +20,7 @@ from halfmoon.schemas.wire import Error, ErrorCode
 
 REQUEST, TRANSFER = RequestId("req-1"), TransferId("xfer-1")
 SOURCE = ChunkSource(node=NodeId("node-a"), epoch=1)
-CHUNKS = plan_chunks(
-    b"r" * 32, range(35), chunk_tokens=8, payload_bytes=4.__mul__, transfer_id=TRANSFER
-)
+CHUNKS = plan_chunks(b"r" * 32, range(35), chunk_tokens=8, payload_bytes=(4).__mul__, transfer_id=TRANSFER)
 
 
 def ready(*indexes: int, num_chunks: int = len(CHUNKS), node: str = "node-a") -> KvReady:
@@ -103,9 +101,7 @@ def test_another_cut_of_the_prompt_is_not_waited_for(num_chunks: int) -> None:
 
 
 def test_a_chunk_of_another_prompt_is_not_loaded() -> None:
-    other = plan_chunks(
-        b"x" * 32, range(35), chunk_tokens=8, payload_bytes=4.__mul__, transfer_id=TRANSFER
-    )
+    other = plan_chunks(b"x" * 32, range(35), chunk_tokens=8, payload_bytes=(4).__mul__, transfer_id=TRANSFER)
     progress = KvProgress(other)
     progress.announce(ready(0))
     assert progress.sources == {}
