@@ -11,8 +11,6 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from halfmoon.schemas.ids import LeaseId
-from halfmoon.schemas.kv_tier import NodeInfo
-from halfmoon.transport.choice import choose, read_by_any
 from halfmoon.transport.protocol import ReadOutcome, SliceRead, Transport
 from halfmoon.transport.shm import ShmTransport
 from halfmoon.transport.tcp import TcpTransport
@@ -280,27 +278,3 @@ async def test_tcp_peer_that_hangs_is_given_up_at_the_deadline(tcp: TcpTransport
         assert (results[0].outcome, bytes(buffer)) == (ReadOutcome.OK, payload(0))
     finally:
         peer.close()
-
-
-async def test_the_first_available_transport_is_chosen_and_the_next_is_the_fallback(
-    tcp: TcpTransport, peer: Peer
-) -> None:
-    shm, elsewhere = ShmTransport(HOST), ShmTransport("host-b")
-    assert [each.name for each in choose([shm, tcp], peer.info).usable] == ["shm", "tcp"]
-    far = choose([elsewhere, tcp], peer.info)
-    assert [each.name for each in far.usable] == ["tcp"]
-    assert "host-b" in far.reasons["shm"]
-    lost = NodeInfo(
-        node=peer.info.node,
-        epoch=1,
-        host=HOST,
-        arena_path=peer.info.arena_path,
-        slot_bytes=SLOT_BYTES,
-        num_slots=NUM_SLOTS + 1,
-        tcp_address=peer.info.tcp_address,
-    )
-    wanted, buffer = whole(2)
-    ((result, used),) = await read_by_any([shm, tcp], lost, GOOD_LEASE, [wanted], deadline_ns=in_seconds(20))
-    assert (result.outcome, used, bytes(buffer)) == (ReadOutcome.OK, "tcp", payload(2))
-    await shm.close()
-    await elsewhere.close()

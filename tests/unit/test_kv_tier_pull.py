@@ -11,7 +11,8 @@ import structlog
 from halfmoon.bus.errors import BusError, NoResponders
 from halfmoon.chunks.checksum import checksum
 from halfmoon.kv_tier.events import Announcer, Outbox
-from halfmoon.kv_tier.pull import Puller, PullRequest
+from halfmoon.kv_tier.flights import PullRequest
+from halfmoon.kv_tier.pull import Puller
 from halfmoon.kv_tier.store import ChunkStore
 from halfmoon.pool.arena import Arena
 from halfmoon.schemas.chunks import ChunkEvent, ChunkMeta, ChunkOutcome
@@ -22,11 +23,14 @@ from halfmoon.schemas.kv_tier import (
     AcquiredChunk,
     ChunkSource,
     NodeInfo,
+    Renew,
+    Renewed,
     Report,
     SlotRef,
     WantedChunk,
 )
 from halfmoon.tracing import Context, noop_tracer
+from halfmoon.transport.choice import Paths
 from halfmoon.transport.protocol import ReadOutcome, SliceRead, SliceResult
 from support.pool_nodes import CHUNK_BYTES, SLOT_BYTES, content_of, key_of
 from support.wait import until
@@ -67,6 +71,7 @@ class FarNode:
     def __init__(self, gate: Gate) -> None:
         self._gate = gate
         self.released: list[LeaseId] = []
+        self.renewed: list[Renew] = []
         self.reports: list[Report] = []
         self.damages = ""
         """Name of the chunk of which the first byte is turned on the way."""
@@ -96,6 +101,10 @@ class FarNode:
             )
         self.batch = [self.names[wanted.key] for wanted in request.chunks]
         return Acquired(lease_id=LeaseId("far-lease"), expires_ns=0, chunks=tuple(chunks), epoch=3)
+
+    async def renew(self, node: NodeId, request: Renew, timeout_s: float) -> Renewed:
+        self.renewed.append(request)
+        return Renewed()
 
     async def release(self, node: NodeId, lease_id: LeaseId, timeout_s: float) -> None:
         self.released.append(lease_id)
@@ -135,7 +144,7 @@ class Rig:
         self.puller = Puller(
             self.store,
             self.far,
-            [self.far],
+            Paths([self.far]),
             noop_tracer(),
             structlog.stdlib.get_logger("test"),
             node=NodeId("near"),

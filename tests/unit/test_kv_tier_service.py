@@ -55,10 +55,12 @@ async def node(broker: MemoryBroker, tmp_path: Path) -> AsyncIterator[Node]:
 async def pair(
     request: pytest.FixtureRequest, broker: MemoryBroker, tmp_path: Path
 ) -> AsyncIterator[tuple[Node, Node, str]]:
+    """Two nodes that copy what they pull, also where it could be read in place."""
     other_host = "host-1" if request.param == "shm" else "host-2"
+    copying = {"read_in_place": False}
     async with (
         running_node(broker, tmp_path, "node-a") as first,
-        running_node(broker, tmp_path, "node-b", host=other_host) as second,
+        running_node(broker, tmp_path, "node-b", host=other_host, settings=copying) as second,
     ):
         yield first, second, request.param
 

@@ -51,4 +51,10 @@ class KvTierConfig(CommonConfig, frozen=True, kw_only=True, forbid_unknown_field
         float, Meta(description="Longest time that an acquire may spend on pulling chunks.", gt=0)
     ] = 30.0
     max_transfers: Annotated[int, Meta(description="Batches of chunks that are pulled at once.", ge=1, le=64)] = 4
+    read_in_place: Annotated[
+        bool,
+        Meta(
+            description="Whether decode reads chunks of this host's other nodes where they lie; else they are copied."
+        ),
+    ] = True
     transfer_chunks: Annotated[int, Meta(description="Chunks per batch at most.", ge=1, le=1024)] = 8

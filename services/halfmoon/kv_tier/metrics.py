@@ -1,20 +1,31 @@
 """What Prometheus sees of a pool: read at each scrape, from the same figures as heartbeats."""
 
-from collections.abc import Callable, Iterable
+import time
+from collections.abc import Callable, Iterable, Mapping
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from halfmoon.schemas.ids import NodeId
 from halfmoon.schemas.kv_tier import PoolStats
+from halfmoon.transport.health import PathHealth
 
 
 class PoolCollector(Collector):
     """Exports a pool's stats as `halfmoon_kvtier_…`. Called from the metrics server's thread; reads only."""
 
-    def __init__(self, stats: Callable[[], PoolStats], transfers: Callable[[], int], events: Callable[[], int]) -> None:
-        """`transfers`: chunks on their way here; `events`: chunks whose news isn't published yet."""
+    def __init__(
+        self,
+        stats: Callable[[], PoolStats],
+        transfers: Callable[[], int],
+        loans: Callable[[], int],
+        events: Callable[[], int],
+    ) -> None:
+        """`transfers`: chunks on their way here; `loans`: leases held elsewhere for readers here; `events`: chunks
+        whose news isn't published yet."""
         self._stats = stats
         self._transfers = transfers
+        self._loans = loans
         self._events = events
 
     def collect(self) -> Iterable[Metric]:
@@ -40,8 +51,37 @@ class PoolCollector(Collector):
             GaugeMetricFamily("halfmoon_kvtier_leases", "Open leases.", stats.num_leases),
             GaugeMetricFamily("halfmoon_kvtier_chunks", "Registered chunks.", stats.num_chunks),
             GaugeMetricFamily("halfmoon_kvtier_transfers", "Chunks on their way here.", self._transfers()),
+            GaugeMetricFamily("halfmoon_kvtier_loans", "Leases held at other nodes for readers here.", self._loans()),
             GaugeMetricFamily("halfmoon_kvtier_events_pending", "Chunks with unpublished news.", self._events()),
             CounterMetricFamily("halfmoon_kvtier_evictions", "Chunks evicted.", stats.evictions),
             CounterMetricFamily("halfmoon_kvtier_pulled_bytes", "Bytes pulled from other nodes.", stats.bytes_pulled),
             CounterMetricFamily("halfmoon_kvtier_served_bytes", "Bytes sent to others over tcp.", stats.bytes_served),
         ]
+
+
+class PathCollector(Collector):
+    """Exports what is known of the paths to other nodes, as `halfmoon_kvtier_path_…{peer, transport}`."""
+
+    def __init__(self, paths: Callable[[], Mapping[tuple[NodeId, str], PathHealth]]) -> None:
+        self._paths = paths
+
+    def collect(self) -> Iterable[Metric]:
+        labels = ["peer", "transport"]
+        prefix = "halfmoon_kvtier_path"
+        num_bytes = CounterMetricFamily(f"{prefix}_bytes", "Bytes read.", labels=labels)
+        busy_s = CounterMetricFamily(f"{prefix}_seconds", "Time that reads took, added up.", labels=labels)
+        failures = CounterMetricFamily(f"{prefix}_failures", "Reads that failed or ran out of time.", labels=labels)
+        set_asides = CounterMetricFamily(f"{prefix}_set_asides", "Times it was set aside.", labels=labels)
+        is_aside = GaugeMetricFamily(f"{prefix}_set_aside", "1 while it is set aside.", labels=labels)
+        speed = GaugeMetricFamily(f"{prefix}_gb_per_s", "Measured bandwidth, a running estimate.", labels=labels)
+        now_ns = time.time_ns()
+        for (peer, transport), path in list(self._paths().items()):
+            at = [str(peer), transport]
+            num_bytes.add_metric(at, path.num_bytes)
+            busy_s.add_metric(at, path.busy_s)
+            failures.add_metric(at, path.num_failures)
+            set_asides.add_metric(at, path.num_set_asides)
+            is_aside.add_metric(at, path.failures_in_a_row > 0 and path.set_aside_until_ns > now_ns)
+            if path.gb_per_s is not None:
+                speed.add_metric(at, path.gb_per_s)
+        return [num_bytes, busy_s, failures, set_asides, is_aside, speed]

@@ -1,17 +1,43 @@
 """Other nodes' kv-tiers, over the bus."""
 
 import time
+from typing import Protocol
 
 from halfmoon.bus.endpoint import announce, call
 from halfmoon.bus.protocol import Bus
 from halfmoon.schemas import subjects
 from halfmoon.schemas.ids import LeaseId, NodeId
-from halfmoon.schemas.kv_tier import Acquire, Acquired, ChunkSource, Describe, Done, NodeInfo, Release, Report
+from halfmoon.schemas.kv_tier import (
+    Acquire,
+    Acquired,
+    ChunkSource,
+    Describe,
+    Done,
+    NodeInfo,
+    Release,
+    Renew,
+    Renewed,
+    Report,
+)
 from halfmoon.tracing import Context, attached
 
 
+class Peers(Protocol):
+    """What is asked of other nodes' kv-tiers. Raises `BusError`."""
+
+    async def describe(self, source: ChunkSource, deadline_ns: int) -> NodeInfo: ...
+
+    async def acquire(self, node: NodeId, request: Acquire, deadline_ns: int, context: Context) -> Acquired: ...
+
+    async def renew(self, node: NodeId, request: Renew, timeout_s: float) -> Renewed: ...
+
+    async def release(self, node: NodeId, lease_id: LeaseId, timeout_s: float) -> None: ...
+
+    async def report(self, node: NodeId, report: Report) -> None: ...
+
+
 class BusPeers:
-    """Implements `pull.Peers`. A node is described once per epoch."""
+    """Implements `Peers`. A node is described once per epoch."""
 
     def __init__(self, bus: Bus) -> None:
         self._bus = bus
@@ -44,6 +70,9 @@ class BusPeers:
         if known is not None and known.epoch != acquired.epoch:
             del self._known[node]
         return acquired
+
+    async def renew(self, node: NodeId, request: Renew, timeout_s: float) -> Renewed:
+        return await call(self._bus, f"{subjects.kv_tier(node)}.renew", request, Renewed, timeout_s=timeout_s)
 
     async def release(self, node: NodeId, lease_id: LeaseId, timeout_s: float) -> None:
         await call(

@@ -3,99 +3,40 @@
 For each source, best first: lease the chunks there, read them into staged slots, compare checksums, commit, and give
 the lease there back. What one source can't give is sought at the next; what none can is a miss. Each wait is bounded
 by the deadline of the acquire that began the flight.
+
+A source on this host, and readers that want no copy of their own: then nothing is read, the readers get the source's
+slots, and the lease there is held for them (`loans`).
 """
 
 import asyncio
 import time
 from collections.abc import Coroutine, Iterable, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 import structlog
 
 from halfmoon.bus.errors import BusError
-from halfmoon.chunks.checksum import checksum
+from halfmoon.kv_tier.flights import Arrival, Flight, PullRequest
+from halfmoon.kv_tier.landing import Landing
 from halfmoon.kv_tier.ledger import LeaseGone, Misfit
+from halfmoon.kv_tier.loans import Loans
+from halfmoon.kv_tier.peers import Peers
 from halfmoon.kv_tier.policy import next_source
-from halfmoon.kv_tier.slots import Slot
 from halfmoon.kv_tier.store import ChunkStore
-from halfmoon.schemas.chunks import ChunkMeta, ChunkOutcome, Tier
-from halfmoon.schemas.ids import ChunkKey, LeaseId, NodeId, RequestId, WorkerId, new_lease_id
-from halfmoon.schemas.kv_tier import (
-    Acquire,
-    Acquired,
-    AcquiredChunk,
-    ChunkSource,
-    NodeInfo,
-    Report,
-    WantedChunk,
-    WrittenChunk,
-)
-from halfmoon.tracing import Context, Tracer, attributes, names, traceparent
-from halfmoon.transport.choice import read_by_any
-from halfmoon.transport.protocol import ReadOutcome, SliceRead, SliceResult, Transport
+from halfmoon.schemas.chunks import ChunkOutcome
+from halfmoon.schemas.ids import ChunkKey, LeaseId, NodeId, WorkerId, new_lease_id
+from halfmoon.schemas.kv_tier import Acquire, Acquired, AcquiredChunk, ChunkSource, NodeInfo, WantedChunk
+from halfmoon.tracing import Tracer
+from halfmoon.transport.choice import Paths
+from halfmoon.transport.protocol import SliceRead, SliceResult
 
 _NEVER_NS = 2**62
 _RELEASE_TIMEOUT_S = 2.0
-_INLINE_CHECK_BYTES = 1 << 20
-_FAILURES = {ReadOutcome.STALE: ChunkOutcome.EXPIRED, ReadOutcome.REFUSED: ChunkOutcome.EXPIRED}
-
-
-class Peers(Protocol):
-    """What a pull asks of other nodes' kv-tiers. Raises `BusError`."""
-
-    async def describe(self, source: ChunkSource, deadline_ns: int) -> NodeInfo: ...
-
-    async def acquire(self, node: NodeId, request: Acquire, deadline_ns: int, context: Context) -> Acquired: ...
-
-    async def release(self, node: NodeId, lease_id: LeaseId, timeout_s: float) -> None: ...
-
-    async def report(self, node: NodeId, report: Report) -> None: ...
-
-
-@dataclass(frozen=True, slots=True)
-class PullRequest:
-    """What one acquire wants pulled."""
-
-    request_id: RequestId
-    lease_id: LeaseId
-    keep: bool
-    deadline_ns: int
-    context: Context
-
-
-@dataclass(slots=True)
-class _Flight:
-    """One chunk on its way, or on its way to be a miss."""
-
-    chunk: WantedChunk
-    request: PullRequest
-    """Of the acquire that began it."""
-    landed: asyncio.Future[AcquiredChunk]
-    waiting: list[PullRequest]
-    started_ns: int
-    tried: set[ChunkSource] = field(default_factory=set)
-    failure: ChunkOutcome = ChunkOutcome.MISS
-    detail: str = ""
-
-    def failed(self, outcome: ChunkOutcome, detail: str) -> None:
-        """Note why the last source couldn't give it. Damage is remembered over mere absence."""
-        if outcome is not ChunkOutcome.MISS or self.failure is ChunkOutcome.MISS:
-            self.failure = outcome
-        self.detail = f"{self.detail}; {detail}" if self.detail else detail
-
-
-@dataclass(slots=True)
-class _Arrival:
-    """A chunk that is being read into a staged slot."""
-
-    flight: _Flight
-    slot: Slot
-    generation: int
-    meta: ChunkMeta
-    read: SliceRead
-    checksum: bytes
+_READ_MARGIN_NS = 20_000_000
+"""A read ends this much before its flight is given up: what hung is known then, and remembered."""
+_IN_PLACE = "shm"
+"""The transport whose peers' arenas can be mapped here."""
 
 
 class Puller:
@@ -105,7 +46,7 @@ class Puller:
         self,
         store: ChunkStore,
         peers: Peers,
-        transports: Sequence[Transport],
+        paths: Paths,
         tracer: Tracer,
         log: structlog.stdlib.BoundLogger,
         *,
@@ -113,18 +54,24 @@ class Puller:
         holder: WorkerId,
         max_batches: int = 4,
         batch_chunks: int = 8,
+        in_place: bool = True,
     ) -> None:
-        """`max_batches` transfers run at once, each of at most `batch_chunks` chunks from one source."""
+        """`max_batches` transfers run at once, each of at most `batch_chunks` chunks from one source.
+
+        `in_place`: whether readers get slots of other arenas on this host, where they ask for that.
+        """
         self._store = store
         self._peers = peers
-        self._transports = transports
-        self._tracer = tracer
+        self._paths = paths
+        self._landing = Landing(store, peers, tracer, log, node)
+        self._loans = Loans(peers)
         self._log = log
         self._node = node
         self._holder = holder
         self._batch_chunks = batch_chunks
+        self._in_place = in_place
         self._running = asyncio.Semaphore(max_batches)
-        self._flights: dict[ChunkKey, _Flight] = {}
+        self._flights: dict[ChunkKey, Flight] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._closed = False
 
@@ -133,12 +80,23 @@ class Puller:
         """Chunks on their way or in line."""
         return len(self._flights)
 
+    @property
+    def num_loans(self) -> int:
+        """Leases at other nodes that are held for readers here."""
+        return len(self._loans)
+
+    def settle(self) -> None:
+        """Give back what was lent to readers whose own leases have gone. To be called after leases went."""
+        if not self._closed:
+            for node, lease_id in self._loans.settle(self._is_live):
+                self._own(self._give_back(node, lease_id))
+
     async def pull(self, request: PullRequest, chunks: Sequence[WantedChunk]) -> list[AcquiredChunk]:
         """Bring these chunks here, leased to the request's lease. Raises nothing but `CancelledError`."""
         joined = {chunk.key for chunk in chunks if chunk.key in self._flights}
         flights = [self._join(request, chunk) for chunk in chunks]
         self._dispatch(flight for flight in flights if flight.request is request and not flight.tried)
-        results = [await self._landing(request, flight) for flight in flights]
+        results = [await self._arrival(request, flight) for flight in flights]
         # Somebody else's flight may have failed on its own sources or deadline: ours may do better.
         again = [
             position
@@ -158,17 +116,19 @@ class Puller:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         for flight in list(self._flights.values()):
             self._miss(flight)
+        lent = await self._loans.close()
+        await asyncio.gather(*(self._give_back(node, lease_id) for node, lease_id in lent))
 
-    def _join(self, request: PullRequest, chunk: WantedChunk) -> _Flight:
+    def _join(self, request: PullRequest, chunk: WantedChunk) -> Flight:
         flight = self._flights.get(chunk.key)
         if flight is None:
             landed: asyncio.Future[AcquiredChunk] = asyncio.get_running_loop().create_future()
-            flight = _Flight(chunk, request, landed, [], time.time_ns())
+            flight = Flight(chunk, request, landed, [], time.time_ns())
             self._flights[chunk.key] = flight
         flight.waiting.append(request)
         return flight
 
-    async def _landing(self, request: PullRequest, flight: _Flight) -> AcquiredChunk:
+    async def _arrival(self, request: PullRequest, flight: Flight) -> AcquiredChunk:
         """The flight's end, as this request sees it."""
         try:
             async with asyncio.timeout((request.deadline_ns - time.time_ns()) / 1e9):
@@ -176,17 +136,18 @@ class Puller:
         except TimeoutError:
             if request in flight.waiting:
                 flight.waiting.remove(request)
-            return _missed(flight, ChunkOutcome.MISS, "the deadline came before the chunk")
+            return flight.missed_as(ChunkOutcome.MISS, "the deadline came before the chunk")
         if result.slot is None:
             return result
         lease = self._store.ledger.leases.get(request.lease_id)
-        if lease is None or lease.slots.get(result.slot.slot) != result.slot.generation:
-            return _missed(flight, ChunkOutcome.EXPIRED, "the lease it was pulled for has expired")
+        is_elsewhere = result.slot.arena is not None
+        if lease is None or not (is_elsewhere or lease.slots.get(result.slot.slot) == result.slot.generation):
+            return flight.missed_as(ChunkOutcome.EXPIRED, "the lease it was pulled for has expired")
         return result
 
-    def _dispatch(self, flights: Iterable[_Flight]) -> None:
+    def _dispatch(self, flights: Iterable[Flight]) -> None:
         """Send each flight to its next source, in batches; land those that have none left."""
-        by_source: dict[ChunkSource, list[_Flight]] = {}
+        by_source: dict[ChunkSource, list[Flight]] = {}
         for flight in flights:
             source = next_source(flight.chunk.sources, flight.tried, self._node)
             if source is None or self._closed or time.time_ns() >= flight.request.deadline_ns:
@@ -203,7 +164,7 @@ class Puller:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def _fetch(self, source: ChunkSource, flights: list[_Flight]) -> None:
+    async def _fetch(self, source: ChunkSource, flights: list[Flight]) -> None:
         """One batch from one source; what it can't give goes on to the next."""
         request = flights[0].request
         try:
@@ -219,7 +180,7 @@ class Puller:
             self._fail(flights, ChunkOutcome.MISS, f"node {source.node}: {type(error).__name__}")
         self._dispatch(flight for flight in flights if not flight.landed.done())
 
-    async def _fetch_from(self, source: ChunkSource, flights: list[_Flight], request: PullRequest) -> None:
+    async def _fetch_from(self, source: ChunkSource, flights: list[Flight], request: PullRequest) -> None:
         info = await self._peers.describe(source, request.deadline_ns)
         if info.epoch != source.epoch:
             self._fail(flights, ChunkOutcome.MISS, f"node {source.node} has restarted since, empty")
@@ -232,31 +193,52 @@ class Puller:
             request.deadline_ns,
             request.context,
         )
+        is_lent = self._lend(source, info, flights, acquired)
         own_lease = new_lease_id()
         self._store.ledger.open_lease(own_lease, self._holder, request.request_id, _NEVER_NS)
         try:
             arrivals = self._stage(own_lease, source, flights, acquired)
-            results = await read_by_any(
-                self._transports,
+            results = await self._paths.read(
                 info,
                 acquired.lease_id,
                 [arrival.read for arrival in arrivals],
-                deadline_ns=request.deadline_ns,
+                deadline_ns=request.deadline_ns - _READ_MARGIN_NS,
             )
             for arrival, (result, transport) in zip(arrivals, results, strict=True):
                 await self._land(own_lease, source, arrival, result, transport)
         finally:
             # No transport writes any more: what is staged still can go, and what has landed is its waiters'.
             self._store.ledger.release(own_lease, self._store.clock_ns())
-            if not self._closed:
+            if not self._closed and not is_lent:
                 self._own(self._give_back(source.node, acquired.lease_id))
 
-    def _stage(
-        self, own_lease: LeaseId, source: ChunkSource, flights: list[_Flight], acquired: Acquired
-    ) -> list[_Arrival]:
-        """Slots for what the source has."""
-        arrivals: list[_Arrival] = []
+    def _lend(self, source: ChunkSource, info: NodeInfo, flights: list[Flight], acquired: Acquired) -> bool:
+        """Land the flights that can end in the source's own slots; whether there were any."""
+        if not self._in_place or all(each.name != _IN_PLACE for each in self._paths.choose(info).usable):
+            return False
+        readers: set[LeaseId] = set()
+        lease_s = 0.0
         for flight, offered in zip(flights, acquired.chunks, strict=True):
+            if offered.slot is None or offered.meta is None or any(each.needs_copy for each in flight.waiting):
+                continue
+            if offered.key != flight.chunk.key or offered.slot.num_bytes != flight.chunk.num_bytes:
+                continue
+            waiting = [each for each in flight.waiting if self._is_live(each.lease_id)]
+            readers.update(each.lease_id for each in waiting)
+            lease_s = max([lease_s, *(each.lease_s for each in waiting)])
+            self._end(flight, self._landing.lend(source, info, flight, offered.slot, offered.meta, _IN_PLACE))
+        if readers:
+            self._loans.borrow(source.node, acquired.lease_id, lease_s, readers)
+        return bool(readers)
+
+    def _stage(
+        self, own_lease: LeaseId, source: ChunkSource, flights: list[Flight], acquired: Acquired
+    ) -> list[Arrival]:
+        """Slots for what the source has."""
+        arrivals: list[Arrival] = []
+        for flight, offered in zip(flights, acquired.chunks, strict=True):
+            if flight.landed.done():
+                continue
             key, num_bytes = flight.chunk.key, flight.chunk.num_bytes
             if offered.slot is None or offered.meta is None:
                 self._fail([flight], ChunkOutcome.MISS, f"node {source.node} doesn't have it")
@@ -268,128 +250,40 @@ class Puller:
             else:
                 destination = self._store.payload(slot)
                 read = SliceRead(offered.slot.slot, offered.slot.generation, 0, destination)
-                arrivals.append(_Arrival(flight, slot, slot.generation, offered.meta, read, offered.slot.checksum))
+                arrivals.append(Arrival(flight, slot, slot.generation, offered.meta, read, offered.slot.checksum))
         return arrivals
 
     async def _land(
-        self, own_lease: LeaseId, source: ChunkSource, arrival: _Arrival, result: SliceResult, transport: str
+        self, own_lease: LeaseId, source: ChunkSource, arrival: Arrival, result: SliceResult, transport: str
     ) -> None:
         """Judge one read: commit it and hand it to those who wait, or note why not."""
-        flight, detail = arrival.flight, result.detail
-        failure: ChunkOutcome | None = None
-        if result.outcome is not ReadOutcome.OK:
-            failure = _FAILURES.get(result.outcome, ChunkOutcome.MISS)
-        elif await _checksum_of(arrival.read.destination) != arrival.checksum:
-            failure = ChunkOutcome.CORRUPT
-            detail = "the payload's checksum is wrong"
-            self._log.warning("corrupt chunk", source=source.node, key=flight.chunk.key.hex(), transport=transport)
-            await self._report(source.node, arrival)
-        self._trace(source, arrival, result, transport, failure)
+        failure = await self._landing.judge(source.node, arrival, result, transport)
         if failure is not None:
-            self._fail([flight], failure, f"node {source.node}: {detail}")
+            outcome, detail = failure
+            self._fail([arrival.flight], outcome, f"node {source.node}: {detail}")
             return
-        keep = any(each.keep for each in flight.waiting)
-        now_ns = self._store.clock_ns()
-        meta = msgspec.structs.replace(
-            arrival.meta, tier=Tier.DRAM, checksum=arrival.checksum, hits=0, last_access_ns=now_ns
-        )
-        written = WrittenChunk(slot=arrival.slot.number, generation=arrival.generation, meta=meta, register=keep)
-        self._store.commit(own_lease, [written], traceparent(flight.request.context))
-        self._store.counters.bytes_pulled += arrival.slot.num_bytes
-        for waiting in flight.waiting:
-            lease = self._store.ledger.leases.get(waiting.lease_id)
-            if lease is not None and lease.expires_ns > now_ns:
-                self._store.ledger.share(lease, arrival.slot, now_ns)
-        self._end(
-            flight,
-            AcquiredChunk(
-                key=flight.chunk.key,
-                index=flight.chunk.index,
-                outcome=ChunkOutcome.HIT_REMOTE,
-                slot=self._store.reference(arrival.slot),
-                meta=meta,
-                source=source.node,
-                transport=transport,
-                num_bytes_moved=arrival.slot.num_bytes,
-                started_ns=flight.started_ns,
-                transfer_started_ns=result.started_ns,
-                finished_ns=result.finished_ns,
-            ),
-        )
+        self._end(arrival.flight, self._landing.commit(own_lease, source.node, arrival, result, transport))
 
-    def _trace(
-        self,
-        source: ChunkSource,
-        arrival: _Arrival,
-        result: SliceResult,
-        transport: str,
-        failure: ChunkOutcome | None,
-    ) -> None:
-        flight = arrival.flight
-        outcome = failure or ChunkOutcome.HIT_REMOTE
-        facts = attributes.ChunkFacts(
-            request_id=flight.request.request_id,
-            key=flight.chunk.key,
-            index=flight.chunk.index,
-            outcome=outcome,
-            tier=Tier.DRAM,
-            num_bytes=flight.chunk.num_bytes,
-            num_tokens=flight.chunk.num_tokens,
-            source=source.node,
-            destination=self._node,
-            transport=transport or None,
-            queue_wait_ms=(result.started_ns - flight.started_ns) / 1e6,
-            transfer_ms=(result.finished_ns - result.started_ns) / 1e6,
-        )
-        self._tracer.record_span(
-            names.KVTIER_TRANSFER,
-            result.started_ns,
-            result.finished_ns,
-            parent=flight.request.context,
-            attributes=facts.attributes(),
-        )
-
-    def _fail(self, flights: Iterable[_Flight], outcome: ChunkOutcome, detail: str) -> None:
+    def _fail(self, flights: Iterable[Flight], outcome: ChunkOutcome, detail: str) -> None:
         for flight in flights:
             if not flight.landed.done():
                 flight.failed(outcome, detail)
 
-    def _miss(self, flight: _Flight) -> None:
-        self._end(flight, _missed(flight, flight.failure, flight.detail or "no source is left to ask"))
+    def _miss(self, flight: Flight) -> None:
+        self._end(flight, flight.missed())
 
-    def _end(self, flight: _Flight, result: AcquiredChunk) -> None:
+    def _end(self, flight: Flight, result: AcquiredChunk) -> None:
         if self._flights.get(flight.chunk.key) is flight:
             del self._flights[flight.chunk.key]
         if not flight.landed.done():
             flight.landed.set_result(result)
 
-    async def _report(self, node: NodeId, arrival: _Arrival) -> None:
-        """The damage may have been done there, or on the way: that node looks."""
-        report = Report(key=arrival.flight.chunk.key, slot=arrival.read.slot, generation=arrival.read.generation)
-        try:
-            await self._peers.report(node, report)
-        except BusError as error:
-            self._log.info("a peer can't be told of a damaged chunk", node=node, error=str(error))
+    def _is_live(self, lease_id: LeaseId) -> bool:
+        lease = self._store.ledger.leases.get(lease_id)
+        return lease is not None and lease.expires_ns > self._store.clock_ns()
 
     async def _give_back(self, node: NodeId, lease_id: LeaseId) -> None:
         try:
             await self._peers.release(node, lease_id, _RELEASE_TIMEOUT_S)
         except BusError as error:
             self._log.info("a peer's lease is left to expire", node=node, lease_id=lease_id, error=str(error))
-
-
-def _missed(flight: _Flight, outcome: ChunkOutcome, detail: str) -> AcquiredChunk:
-    return AcquiredChunk(
-        key=flight.chunk.key,
-        index=flight.chunk.index,
-        outcome=outcome,
-        started_ns=flight.started_ns,
-        finished_ns=time.time_ns(),
-        detail=detail,
-    )
-
-
-async def _checksum_of(payload: memoryview) -> bytes:
-    if len(payload) <= _INLINE_CHECK_BYTES:
-        return checksum(payload)
-    return await asyncio.to_thread(checksum, payload)

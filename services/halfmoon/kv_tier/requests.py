@@ -11,8 +11,9 @@ from halfmoon.bus.endpoint import Envelope
 from halfmoon.bus.errors import RemoteError
 from halfmoon.chunks.checksum import checksum
 from halfmoon.kv_tier import policy
+from halfmoon.kv_tier.flights import PullRequest
 from halfmoon.kv_tier.ledger import LeaseGone, Misfit
-from halfmoon.kv_tier.pull import Puller, PullRequest
+from halfmoon.kv_tier.pull import Puller
 from halfmoon.kv_tier.store import ChunkStore
 from halfmoon.schemas.chunks import ChunkOutcome
 from halfmoon.schemas.ids import LeaseId, RequestId, WorkerId, new_lease_id
@@ -122,6 +123,7 @@ class Requests:
         now_ns = self._store.clock_ns()
         for lease_id in request.lease_ids:
             self._store.ledger.release(lease_id, now_ns)
+        self._puller.settle()
         return Done()
 
     async def renew(self, request: Renew, envelope: Envelope) -> Renewed:
@@ -161,7 +163,15 @@ class Requests:
                 key=chunk.key, index=chunk.index, outcome=ChunkOutcome.MISS, detail=detail
             )
         if plan.pulls:
-            pull = PullRequest(request.request_id, lease_id, request.keep, deadline_ns, current())
+            pull = PullRequest(
+                request.request_id,
+                lease_id,
+                request.keep,
+                deadline_ns,
+                current(),
+                in_place=request.in_place,
+                lease_s=min(request.lease_s, self._max_lease_s),
+            )
             pulled = await self._puller.pull(pull, [wanted[position] for position in plan.pulls])
             answers.update(zip(plan.pulls, pulled, strict=True))
         expires_ns = self._expiry_ns(request.lease_s)

@@ -3,38 +3,32 @@
 import asyncio
 import contextlib
 import os
-import socket
 import time
 from collections.abc import Awaitable, Callable, Coroutine
-from pathlib import Path
 from typing import Any, TypeVar
 
 from halfmoon.bus.endpoint import Endpoint, Envelope, call, serve, submit
 from halfmoon.bus.errors import BusError
 from halfmoon.bus.protocol import ServiceRecord
 from halfmoon.bus.streams import CHUNKS
-from halfmoon.engine.contract import EngineError
-from halfmoon.engine.factory import kv_bytes_per_token
 from halfmoon.kv_tier.config import KvTierConfig
 from halfmoon.kv_tier.events import Announcer, Outbox
-from halfmoon.kv_tier.metrics import PoolCollector
+from halfmoon.kv_tier.memory import make_arena, slot_bytes_of
+from halfmoon.kv_tier.metrics import PathCollector, PoolCollector
 from halfmoon.kv_tier.peers import BusPeers
 from halfmoon.kv_tier.pull import Puller
 from halfmoon.kv_tier.requests import Requests
 from halfmoon.kv_tier.store import ChunkStore
+from halfmoon.kv_tier.transports import advertised, make_transports, serve_tcp
 from halfmoon.lifecycle.runtime import Runtime, StartupError
-from halfmoon.models.folder import ModelFolderError
-from halfmoon.pool.arena import DEFAULT_SHM_DIR, Arena, ArenaError, aligned, arena_path, remove_stale
 from halfmoon.schemas import subjects
 from halfmoon.schemas.chunks import ChunkEvent, ChunkRegistered, NodeCleared
-from halfmoon.schemas.ids import LeaseId, NodeId
+from halfmoon.schemas.ids import NodeId
 from halfmoon.schemas.kv_tier import Acquire, Commit, Describe, NodeInfo, Release, Renew, Report, Reserve, Stats
 from halfmoon.schemas.members import MemberState, NodeHeartbeat
 from halfmoon.schemas.wire import Message
-from halfmoon.transport.protocol import ReadOutcome, Transport
-from halfmoon.transport.shm import ShmTransport
-from halfmoon.transport.tcp import TcpTransport
-from halfmoon.transport.tcp_server import TcpServer, is_loopback
+from halfmoon.transport.choice import Paths
+from halfmoon.transport.tcp_server import TcpServer
 
 M = TypeVar("M", bound=Message)
 
@@ -61,6 +55,7 @@ class KvTier:
         self._store: ChunkStore | None = None
         self._puller: Puller | None = None
         self._server: TcpServer | None = None
+        self._paths: Paths | None = None
         self._slot_bytes = 0
 
     @property
@@ -76,12 +71,13 @@ class KvTier:
 
     async def start(self) -> None:
         await self._be_the_only_one()
-        arena = await self._make_arena()
+        self._slot_bytes = await slot_bytes_of(self._config)
+        arena = await make_arena(self._config, self._slot_bytes, self._epoch, self._undo, self._log)
         announcer = await self._make_announcer()
         tracer = self._runtime.telemetry.tracer
         # Hundreds of thousands of slots take a second to set up: in a thread, so that heartbeats go on.
         store = self._store = await asyncio.to_thread(ChunkStore, arena, self._epoch, announcer, tracer)
-        server = self._server = self._serve_tcp(arena, store)
+        server = self._server = serve_tcp(self._config, arena, store, self._epoch, self._undo, self._log)
         info = NodeInfo(
             node=self._node,
             epoch=self._epoch,
@@ -89,17 +85,21 @@ class KvTier:
             arena_path=str(arena.path),
             slot_bytes=arena.slot_bytes,
             num_slots=arena.num_slots,
-            tcp_address=self._advertised(server.address),
+            tcp_address=advertised(self._config, server.address),
         )
-        puller = self._puller = self._make_puller(store)
-        self._own(self._sweep(store), "sweep")
+        paths = self._paths = Paths(make_transports(self._config))
+        self._undo.push_async_callback(paths.close)
+        puller = self._puller = self._make_puller(store, paths)
+        self._own(self._sweep(store, puller), "sweep")
         self._runtime.metrics.registry.register(
             PoolCollector(
                 lambda: store.stats(server.bytes_served),
                 lambda: puller.num_flights,
+                lambda: puller.num_loans,
                 lambda: announcer.outbox.pending,
             )
         )
+        self._runtime.metrics.registry.register(PathCollector(paths.health))
         requests = Requests(
             info,
             store,
@@ -154,37 +154,6 @@ class KvTier:
                 "stop that kv-tier, or give this one another node name"
             )
 
-    async def _make_arena(self) -> Arena:
-        config = self._config
-        self._slot_bytes = aligned(
-            await asyncio.to_thread(_model_chunk_bytes, config) if config.slot_bytes is None else config.slot_bytes
-        )
-        num_slots = config.arena_bytes // self._slot_bytes
-        if num_slots == 0:
-            raise StartupError(
-                f"arena_bytes is {config.arena_bytes}, less than one slot of {self._slot_bytes}: raise arena_bytes, "
-                "or lower chunk_tokens"
-            )
-        path = arena_path(config.shm_dir, self._node, self._epoch)
-        if config.shm_dir.parent == DEFAULT_SHM_DIR:
-            config.shm_dir.mkdir(mode=0o700, exist_ok=True)
-            self._undo.callback(_remove_empty, config.shm_dir)
-        try:
-            for stale in await asyncio.to_thread(remove_stale, config.shm_dir, self._node):
-                self._log.info("removed what a dead kv-tier left", path=str(stale))
-            making = asyncio.create_task(asyncio.to_thread(Arena.create, path, self._slot_bytes, num_slots))
-            try:
-                arena = await asyncio.shield(making)
-            finally:
-                # Told to stop meanwhile: the thread goes on, and what it makes must not stay behind.
-                await asyncio.wait([making])
-                if making.exception() is None:
-                    self._undo.callback(making.result().close)
-                    self._undo.callback(making.result().unlink)
-        except ArenaError as error:
-            raise StartupError(str(error)) from None
-        return arena
-
     async def _make_announcer(self) -> Announcer:
         try:
             await self._runtime.bus.ensure_stream(CHUNKS)
@@ -195,47 +164,18 @@ class KvTier:
         self._own(announcer.run(), "announce")
         return announcer
 
-    def _serve_tcp(self, arena: Arena, store: ChunkStore) -> TcpServer:
-        config = self._config
-
-        def authorize(lease_id: LeaseId, slot: int, generation: int, end: int) -> tuple[ReadOutcome, str] | None:
-            return store.ledger.refusal(lease_id, slot, generation, end, time.time_ns())
-
-        server = TcpServer(
-            arena,
-            self._node,
-            self._epoch,
-            authorize,
-            secret=config.cluster_secret,
-            host=config.bind_host,
-            port=config.bind_port,
-        )
-        try:
-            server.start()
-        except OSError as error:
-            raise StartupError(
-                f"can't serve tcp on {config.bind_host}:{config.bind_port}: {error.strerror or error}; "
-                "set bind_host and bind_port, or bind_port 0 for a free one"
-            ) from None
-        self._undo.push_async_callback(asyncio.to_thread, server.close)
-        if config.cluster_secret is None and not is_loopback(config.bind_host):
-            self._log.warning("no cluster_secret is set: only this machine will be served", bind_host=config.bind_host)
-        return server
-
-    def _make_puller(self, store: ChunkStore) -> Puller:
-        transports: list[Transport] = [ShmTransport(self._config.host), TcpTransport(self._config.cluster_secret)]
-        for transport in transports:
-            self._undo.push_async_callback(transport.close)
+    def _make_puller(self, store: ChunkStore, paths: Paths) -> Puller:
         puller = Puller(
             store,
             BusPeers(self._runtime.bus),
-            transports,
+            paths,
             self._runtime.telemetry.tracer,
             self._log,
             node=self._node,
             holder=self._runtime.worker_id,
             max_batches=self._config.max_transfers,
             batch_chunks=self._config.transfer_chunks,
+            in_place=self._config.read_in_place,
         )
         self._undo.push_async_callback(puller.close)
         return puller
@@ -275,11 +215,12 @@ class KvTier:
         self._endpoints[verb] = endpoint
         self._undo.push_async_callback(endpoint.unsubscribe)
 
-    async def _sweep(self, store: ChunkStore) -> None:
-        """Expired leases go even when nobody asks for anything."""
+    async def _sweep(self, store: ChunkStore, puller: Puller) -> None:
+        """Expired leases go even when nobody asks for anything, and what was lent for them elsewhere."""
         while True:
             if expired := store.expire():
                 self._log.info("leases expired", count=expired)
+            puller.settle()
             await asyncio.sleep(_SWEEP_S)
 
     async def _publish(self, event: ChunkEvent) -> None:
@@ -313,26 +254,3 @@ class KvTier:
         if not task.cancelled() and (error := task.exception()) is not None:
             self._log.error("a task of the kv-tier failed", task=task.get_name(), exc_info=error)
             self._runtime.fail(f"{task.get_name()} failed: {error!r}")
-
-    def _advertised(self, address: str) -> str:
-        bound, _, port = address.rpartition(":")
-        host = self._config.advertised_host or bound
-        if host in ("0.0.0.0", "[::]"):
-            host = socket.gethostname()
-        return f"{host}:{port}"
-
-
-def _model_chunk_bytes(config: KvTierConfig) -> int:
-    """Bytes of one chunk of this node's engine and model. Raises `StartupError`."""
-    if config.model is None and config.engine != "sim":
-        raise StartupError("a slot's size isn't known: set slot_bytes, or model to derive it from")
-    try:
-        return config.chunk_tokens * kv_bytes_per_token(config.engine, config.model or Path(), config.kv_dtype)
-    except (ModelFolderError, EngineError) as error:
-        raise StartupError(str(error)) from None
-
-
-def _remove_empty(folder: Path) -> None:
-    """A folder of a system's own goes with the last arena in it."""
-    with contextlib.suppress(OSError):
-        folder.rmdir()

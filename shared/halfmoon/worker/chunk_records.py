@@ -51,6 +51,7 @@ class ChunkRecorder:
             transport=found.transport,
             queue_wait_ms=(found.transfer_started_ns - found.started_ns) / 1e6 if moved else None,
             transfer_ms=(found.finished_ns - found.transfer_started_ns) / 1e6 if moved else None,
+            in_place=(found.slot is not None and found.slot.arena is not None) or None,
         )
         self._tracer.record_span(
             CHUNK, start_ns, end_ns, attributes=facts.attributes(), error=ChunkUnusable(error) if error else None

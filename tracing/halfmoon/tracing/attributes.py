@@ -36,6 +36,8 @@ CHUNK_QUEUE_WAIT_MS: Final = "halfmoon.chunk.queue_wait_ms"
 CHUNK_TRANSFER_MS: Final = "halfmoon.chunk.transfer_ms"
 CHUNK_TRANSPORT: Final = "halfmoon.chunk.transport"
 CHUNK_OUTCOME: Final = "halfmoon.chunk.outcome"
+CHUNK_IN_PLACE: Final = "halfmoon.chunk.in_place"
+"""True where the reader looked into the source's own slot: nothing was copied into its node's pool."""
 
 GEN_AI_OPERATION_NAME: Final = "gen_ai.operation.name"
 """`chat` or `text_completion`."""
@@ -78,6 +80,7 @@ class ChunkFacts:
     """`shm`, `tcp`, `rdma`; None where nothing moved."""
     queue_wait_ms: float | None = None
     transfer_ms: float | None = None
+    in_place: bool | None = None
 
     def attributes(self) -> dict[str, AttributeValue]:
         facts: dict[str, AttributeValue | None] = {
@@ -93,5 +96,6 @@ class ChunkFacts:
             CHUNK_TRANSPORT: self.transport,
             CHUNK_QUEUE_WAIT_MS: self.queue_wait_ms,
             CHUNK_TRANSFER_MS: self.transfer_ms,
+            CHUNK_IN_PLACE: self.in_place,
         }
         return {name: value for name, value in facts.items() if value is not None}
