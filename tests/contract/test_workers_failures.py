@@ -141,19 +141,24 @@ async def test_expired_leases_are_misses(tmp_path: Path) -> None:
         await right(pair, reader, loaded_tokens=3 * CHUNK_TOKENS)
 
 
-async def test_a_read_slower_than_its_lease_is_not_believed(pair: Cluster) -> None:
-    """Decode stalls between pulling and loading; meanwhile its slots are freed and written anew."""
-    _, decode, reader = await announced(pair)
-    gate = pair.decode_engine.hold("load")
-    await pair.send_decode(decode)
-    await until(lambda: pair.decode_engine.at.get("load") == 1)
-    expire_leases(pair.node_b)
-    arena = pair.node_b.client.arena
-    for slot in range(arena.num_slots):
-        arena.slot(slot)[:] = b"\x55" * arena.slot_bytes
-    gate.set()
-    await right(pair, reader, loaded_tokens=0)
-    assert "expired" in pair.outcomes("decode")
+@pytest.mark.parametrize("in_place", [True, False])
+async def test_a_read_slower_than_its_lease_is_not_believed(tmp_path: Path, in_place: bool) -> None:
+    """Decode stalls between acquiring and loading; meanwhile the slots it reads are freed and written anew."""
+    async with cluster(tmp_path, pool_settings={"read_in_place": in_place}) as pair:
+        _, decode, reader = await announced(pair)
+        gate = pair.decode_engine.hold("load")
+        await pair.send_decode(decode)
+        await until(lambda: pair.decode_engine.at.get("load") == 1)
+        read_from = pair.node_a if in_place else pair.node_b
+        expire_leases(read_from)
+        ledger = read_from.service.store.ledger
+        ledger.evict([slot.number for slot in list(ledger.slots.registered())])
+        arena = read_from.client.arena
+        for slot in range(arena.num_slots):
+            arena.slot(slot)[:] = b"\x55" * arena.slot_bytes
+        gate.set()
+        await right(pair, reader, loaded_tokens=0)
+        assert "expired" in pair.outcomes("decode")
 
 
 async def test_prefill_does_not_believe_a_slow_read_either(pair: Cluster) -> None:

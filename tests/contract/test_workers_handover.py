@@ -24,10 +24,18 @@ LENGTHS = [
 ]
 
 
-@pytest.fixture(params=["shm", "tcp"])
+@pytest.fixture(params=["in place", "shm", "tcp"])
 async def pair(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Cluster]:
-    async with cluster(tmp_path, host_b="host-1" if request.param == "shm" else "host-2") as running:
+    host_b = "host-2" if request.param == "tcp" else "host-1"
+    settings: dict[str, object] = {"read_in_place": request.param == "in place"}
+    async with cluster(tmp_path, host_b=host_b, pool_settings=settings) as running:
         yield running
+
+
+@pytest.fixture
+def copies(request: pytest.FixtureRequest, pair: Cluster) -> bool:
+    """Whether what decode reads is copied into its node's pool."""
+    return bool(request.node.callspec.params["pair"] != "in place")
 
 
 async def test_every_length_cold_then_cached_equals_the_reference(pair: Cluster) -> None:
@@ -49,7 +57,7 @@ async def test_every_length_cold_then_cached_equals_the_reference(pair: Cluster)
     assert pair.failures == []
 
 
-async def test_a_miss_computes_all_and_decode_pulls_all(pair: Cluster) -> None:
+async def test_a_miss_computes_all_and_decode_pulls_all(pair: Cluster, copies: bool) -> None:
     tokens = prompt(3 * CHUNK_TOKENS + 5)
     _, _, reader = await pair.submit(tokens)
     await reader.finished()
@@ -59,7 +67,7 @@ async def test_a_miss_computes_all_and_decode_pulls_all(pair: Cluster) -> None:
     assert pair.outcomes("prefill") == ["computed"] * 4
     assert pair.outcomes("decode") == ["hit_remote"] * 4
     assert pair.decode_engine.decoded_from == [len(tokens) - 1]
-    num_bytes = 3 * CHUNK_BYTES + 4 * KV_BYTES_PER_TOKEN
+    num_bytes = (3 * CHUNK_BYTES + 4 * KV_BYTES_PER_TOKEN) if copies else 0
     pools = [await node.client.stats() for node in (pair.node_a, pair.node_b)]
     assert [pool.bytes_pulled for pool in pools] == [0, num_bytes]
     # The three whole chunks stay where they were computed; decode's working copies are gone, and so is the partial one.

@@ -248,6 +248,7 @@ async def cluster(
     num_slots_b: int | None = None,
     decode_settings: dict[str, object] | None = None,
     prefill_settings: dict[str, object] | None = None,
+    pool_settings: dict[str, object] | None = None,
     prefill_engine: ExactEngine | None = None,
     decode_engine: ExactEngine | None = None,
 ) -> AsyncIterator[Cluster]:
@@ -255,9 +256,13 @@ async def cluster(
     model = tiny_tokenizer.byte_level(directory / "model")
     failures: list[str] = []
     async with AsyncExitStack() as stack:
-        node_a = await stack.enter_async_context(running_node(broker, directory, "node-a", num_slots=num_slots))
+        node_a = await stack.enter_async_context(
+            running_node(broker, directory, "node-a", num_slots=num_slots, settings=pool_settings)
+        )
         node_b = await stack.enter_async_context(
-            running_node(broker, directory, "node-b", host=host_b, num_slots=num_slots_b or num_slots)
+            running_node(
+                broker, directory, "node-b", host=host_b, num_slots=num_slots_b or num_slots, settings=pool_settings
+            )
         )
         prefill_engine, decode_engine = prefill_engine or ExactEngine(), decode_engine or ExactEngine()
         spans_p, spans_d = InMemorySpanExporter(), InMemorySpanExporter()
