@@ -1,25 +1,35 @@
 # halfmoon: `make up` runs the whole system, `make test` passes the tests. Each sets up what it needs.
 #
 #   make up PORT=8001 ARGS="--prefill 2"     more options: .venv/bin/halfmoon up --help
+#   make up ENGINE=vllm                      vLLM has an environment of its own: see docs/engines.md
 #   make TORCH="torch==2.13.0" PYTHON=python3.12 …
 
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
+ENGINE ?= torch
 PORT ?= 8000
 ARGS ?=
 BIN := .venv/bin
 export PYTHON TORCH
 
-.PHONY: help up test check format bench docs setup setup-dev clean
+.PHONY: help up test test-vllm check format bench bench-vllm docs setup setup-dev clean
 
 help:            ## Say what there is
 	@sed -n 's/^\([a-z-]*\):[^#]*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 18
 
-up: setup        ## Run the whole system on this machine: NATS, etcd, a real model, every service
-	@exec $(BIN)/halfmoon up --port $(PORT) $(ARGS)
+ifeq ($(ENGINE),vllm)
+up:              ## Run the whole system on this machine: NATS, etcd, a real model, every service
+	@exec scripts/vllm.sh halfmoon up --engine vllm --port $(PORT) $(ARGS)
+else
+up: setup
+	@exec $(BIN)/halfmoon up --engine $(ENGINE) --port $(PORT) $(ARGS)
+endif
 
 test: setup-dev  ## Pass the tests: real servers, real processes, the real small model
 	$(BIN)/pytest $(ARGS)
+
+test-vllm:       ## Pass the tests of the vLLM engine, in vLLM's own environment; fails where none could be run
+	scripts/vllm.sh pytest --require-vllm tests/engine_vllm tests/contract/test_engine_contract.py $(ARGS)
 
 check: setup-dev ## Lint, format, types, layers, and whether generated docs are up to date
 	$(BIN)/ruff check .
@@ -34,6 +44,9 @@ format: setup-dev ## Format the code, and mend what can be mended
 
 bench: setup-dev ## Measure, side by side in one run; writes docs/benchmarks.md
 	PYTHONPATH=tests $(BIN)/python -m benchmarks
+
+bench-vllm:      ## Measure the vLLM engine and its connector, in vLLM's own environment; adds to docs/benchmarks.md
+	PYTHONPATH=$(CURDIR):$(CURDIR)/tests scripts/vllm.sh python -m benchmarks.vllm
 
 docs: setup-dev  ## Write the generated pages of docs/ anew
 	$(BIN)/python scripts/docs.py

@@ -1,6 +1,7 @@
 #!/bin/sh
 # Makes .venv with halfmoon and all it needs, the embedded engine and servers included. Called by make; quick when done.
 #   scripts/setup.sh [EXTRAS]     e.g. torch,embedded,dev
+#   scripts/setup.sh --python     only sees to a Python that can make virtual environments
 set -eu
 cd "$(dirname "$0")/.."
 extras=${1:-torch,embedded}
@@ -23,6 +24,8 @@ if ! "$python" -c 'import ensurepip, venv' 2>/dev/null; then
     fail "this Python can't make virtual environments; run: sudo apt-get install $package"
   fi
 fi
+
+[ "$extras" != --python ] || exit 0
 
 [ -x .venv/bin/python ] || { echo "setup: making .venv"; "$python" -m venv .venv; }
 

@@ -1,4 +1,5 @@
-"""Fixtures that many tests share: real servers in the test's own folder, and buses on them."""
+"""Fixtures that many tests share: real servers in the test's own folder, and buses on them. What needs vLLM is skipped
+where there is none."""
 
 import asyncio
 from collections.abc import AsyncIterator, Iterator
@@ -10,8 +11,44 @@ import pytest
 from halfmoon.bus.memory import MemoryBroker, MemoryBus
 from halfmoon.bus.nats import NatsBus, NatsSettings
 from halfmoon.bus.protocol import Bus
+from halfmoon.engine.installed import missing
 from support.buses import BusMaker
 from support.nats import NatsServer
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--require-vllm", action="store_true", help="fail where no test of the vLLM engine passed")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.pluginmanager.register(VllmTests(config.getoption("--require-vllm")))
+
+
+class VllmTests:
+    """Skips tests marked `vllm` where it isn't installed, and counts what became of them."""
+
+    def __init__(self, is_required: bool) -> None:
+        self._is_required = is_required
+        self._passed = 0
+
+    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
+        reason = missing("vllm")
+        if reason is not None:
+            for item in items:
+                if item.get_closest_marker("vllm"):
+                    item.add_marker(pytest.mark.skip(reason=reason))
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.when == "call" and report.passed and "vllm" in report.keywords:
+            self._passed += 1
+
+    def pytest_sessionfinish(self, session: pytest.Session) -> None:
+        if self._is_required and self._passed == 0 and session.exitstatus == pytest.ExitCode.OK:
+            session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
+        if self._is_required:
+            terminalreporter.write_line(f"{self._passed} tests of the vLLM engine passed", bold=True)
 
 
 @pytest.fixture

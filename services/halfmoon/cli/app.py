@@ -25,6 +25,7 @@ app.add_typer(model_app, name="model")
 
 class EngineName(StrEnum):
     torch = "torch"
+    vllm = "vllm"
     sim = "sim"
 
 
@@ -54,7 +55,7 @@ def up(
     decode: Annotated[int, typer.Option(min=1, help="Decode workers (colocated ones with --colocated).")] = 1,
     nodes: Annotated[int, typer.Option(min=1, help="KV pools: each is one host of a cluster, on this machine.")] = 2,
     engine: Annotated[
-        EngineName, typer.Option(help="torch runs the model; sim only keeps its time.")
+        EngineName, typer.Option(help="torch and vllm run the model (docs/engines.md); sim only keeps its time.")
     ] = EngineName.torch,
     model: Annotated[
         Path | None,
@@ -79,6 +80,8 @@ def up(
 
     halfmoon up --prefill 2 --decode 1        two prefill workers share one decode worker
 
+    halfmoon up --engine vllm                 the engine for production; its start takes a minute on a CPU
+
     halfmoon up --engine sim                  no model is run: for trying out control alone
 
     halfmoon up --model ~/models/Qwen3-0.6B   any model that the engine can page
@@ -86,8 +89,12 @@ def up(
     from halfmoon.cli.models import resolve_model
     from halfmoon.cli.up.command import run_up
     from halfmoon.cli.up.plan import UpOptions
+    from halfmoon.engine.installed import missing
 
     console = Console()
+    if (what := missing(engine.value)) is not None:
+        console.print(f"halfmoon up: {what}", style="red", markup=False, highlight=False, soft_wrap=True)
+        raise typer.Exit(2)
     common = _common({} if data_dir is None else {"data_dir": data_dir})
     folder, name = resolve_model(model, common, console, needs_weights=engine is not EngineName.sim)
     options = UpOptions(
