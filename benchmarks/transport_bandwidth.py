@@ -31,6 +31,9 @@ SHM = Path("/dev/shm")
 def serve(directory: str, slot_bytes: int, num_slots: int) -> None:
     """The peer: until its input ends."""
     arena = Arena.create(Path(directory) / "peer", slot_bytes, num_slots)
+    for slot in range(num_slots):
+        arena.tables.set_readable_bytes(slot, slot_bytes)
+    arena.tables.set_lease(LeaseId("l"), 2**62)
     server = TcpServer(arena, NodeId("peer"), 1, lambda *_: None, secret="bench")
     server.start()
     info = NodeInfo(

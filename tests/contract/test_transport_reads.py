@@ -266,7 +266,7 @@ async def test_tcp_peer_that_hangs_is_given_up_at_the_deadline(tcp: TcpTransport
         assert [result.outcome for result in results] == [ReadOutcome.DEADLINE] * 2
         assert 0.25 < time.monotonic() - before < 5
         reading = asyncio.create_task(tcp.read(peer.info, GOOD_LEASE, [wanted], deadline_ns=in_seconds(30)))
-        await until(lambda: any(operation._connection for operation in tcp._operations), what="the read hangs")
+        await until(lambda: tcp.num_connected, what="the read hangs")
         reading.cancel()
         before = time.monotonic()
         with pytest.raises(asyncio.CancelledError):

@@ -27,6 +27,7 @@ SLOT_BYTES = 1 << 20
 NUM_SLOTS = 8
 GENERATION = 7
 GOOD_LEASE = LeaseId("lease-good")
+NEVER_NS = 2**62
 
 
 @functools.cache
@@ -42,7 +43,9 @@ class Peer:
         self.arena = Arena.create(arena_path(directory, NODE, epoch), SLOT_BYTES, NUM_SLOTS)
         for slot in range(NUM_SLOTS):
             self.arena.slot(slot)[:] = payload(slot, epoch)
-            self.arena.set_generation(slot, GENERATION)
+            self.arena.tables.set_generation(slot, GENERATION)
+            self.arena.tables.set_readable_bytes(slot, SLOT_BYTES)
+        self.arena.tables.set_lease(GOOD_LEASE, NEVER_NS)
         self.server = TcpServer(self.arena, NODE, epoch, self.authorize, secret=secret, port=port)
         self.server.start()
         self.info = NodeInfo(

@@ -346,16 +346,15 @@ class ForgetfulPeers(BusPeers):
 async def test_a_source_lease_that_is_over_before_the_read_is_a_typed_miss(
     pair: tuple[Node, Node, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    first, second, transport = pair
+    first, second, _ = pair
     writer = await first.write("a", register=False)
     await first.client.release(await first.write("b"))
     peers = ForgetfulPeers(second.bus)
     monkeypatch.setattr(second.service._puller, "_peers", peers)
     acquired = await second.client.acquire(REQUEST, second.wanted("a", "b", sources=[first.source]))
-    # Over shm a slot that wasn't freed is still good to read; over tcp nothing is read without a lease.
-    expected = HIT_REMOTE if transport == "shm" else EXPIRED
-    assert [chunk.outcome for chunk in acquired.chunks] == [expected] * 2
-    assert all((chunk.slot is None) == (transport == "tcp") for chunk in acquired.chunks)
+    # "a" is still in its slot, held by its writer: but not by this lease.
+    assert [chunk.outcome for chunk in acquired.chunks] == [EXPIRED] * 2
+    assert all(chunk.slot is None for chunk in acquired.chunks)
     await first.client.release(writer)
     await second.client.release(acquired.lease_id)
 

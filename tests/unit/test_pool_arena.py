@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from halfmoon.pool.arena import PAGE_BYTES, Arena, ArenaError, aligned, arena_bytes, arena_path, remove_stale
+from halfmoon.pool.tables import table_bytes
 from halfmoon.schemas.ids import NodeId
 
 SLOT_BYTES = 2 * PAGE_BYTES
@@ -51,7 +52,7 @@ def test_every_page_is_there_after_create_and_progress_ends_at_one(tmp_path: Pat
     arena = Arena.create(tmp_path / "a", SLOT_BYTES, 5, progress=seen.append)
     assert seen[-1] == 1.0
     assert seen == sorted(seen)
-    assert arena.path.stat().st_size == arena_bytes(SLOT_BYTES, 5) == 5 * SLOT_BYTES + PAGE_BYTES
+    assert arena.path.stat().st_size == arena_bytes(SLOT_BYTES, 5) == 5 * SLOT_BYTES + aligned(table_bytes(5))
     assert arena.path.stat().st_blocks * 512 >= arena_bytes(SLOT_BYTES, 5)
     arena.close()
 

@@ -1,6 +1,7 @@
 """The book of leases: who holds which slots, until when. Pure; times are passed in."""
 
 import heapq
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from halfmoon.schemas.ids import LeaseId, RequestId, WorkerId
@@ -21,7 +22,9 @@ class Lease:
 class LeaseBook:
     """Leases by id, and the order in which they expire."""
 
-    def __init__(self) -> None:
+    def __init__(self, publish: Callable[[LeaseId, int | None], None] | None = None) -> None:
+        """`publish(lease, expiry)` is told each lease's expiry, whenever it is set, and None when the lease goes."""
+        self._publish = publish
         self._leases: dict[LeaseId, Lease] = {}
         self._expiries: list[tuple[int, LeaseId]] = []
         """A heap with one entry or more per lease: an entry counts only while it is the lease's own expiry."""
@@ -36,6 +39,7 @@ class LeaseBook:
         lease = Lease(lease_id, holder, request_id, expires_ns)
         self._leases[lease_id] = lease
         heapq.heappush(self._expiries, (expires_ns, lease_id))
+        self._announce(lease_id, expires_ns)
         return lease
 
     def get(self, lease_id: LeaseId) -> Lease | None:
@@ -45,19 +49,25 @@ class LeaseBook:
         """Set the expiry, later or earlier."""
         lease.expires_ns = expires_ns
         heapq.heappush(self._expiries, (expires_ns, lease.lease_id))
+        self._announce(lease.lease_id, expires_ns)
         if len(self._expiries) > 8 * len(self._leases) + 64:
             self._expiries = [(each.expires_ns, each.lease_id) for each in self._leases.values()]
             heapq.heapify(self._expiries)
 
     def close(self, lease_id: LeaseId) -> Lease | None:
         """Take the lease out of the book; None where it isn't in it."""
-        return self._leases.pop(lease_id, None)
+        lease = self._leases.pop(lease_id, None)
+        if lease is not None:
+            self._announce(lease_id, None)
+        return lease
 
     def expired(self, now_ns: int) -> list[Lease]:
         """Take out and return every lease whose time has come."""
         gone: list[Lease] = []
         while (expiry := self.next_expiry_ns()) is not None and expiry <= now_ns:
-            gone.append(self._leases.pop(heapq.heappop(self._expiries)[1]))
+            lease = self._leases.pop(heapq.heappop(self._expiries)[1])
+            self._announce(lease.lease_id, None)
+            gone.append(lease)
         return gone
 
     def next_expiry_ns(self) -> int | None:
@@ -77,3 +87,7 @@ class LeaseBook:
             for slot, generation in lease.slots.items():
                 held.setdefault(slot, []).append(generation)
         return held
+
+    def _announce(self, lease_id: LeaseId, expires_ns: int | None) -> None:
+        if self._publish is not None:
+            self._publish(lease_id, expires_ns)

@@ -31,10 +31,14 @@ class Ledger:
         slot_bytes: int,
         publish_generation: Callable[[int, int], None] | None = None,
         first_generation: int = 1,
+        *,
+        publish_readable: Callable[[int, int], None] | None = None,
+        publish_lease: Callable[[LeaseId, int | None], None] | None = None,
     ) -> None:
+        """The functions are told what readers of the arena may know: see `SlotTable` and `LeaseBook`."""
         self.slot_bytes = slot_bytes
-        self.slots = SlotTable(num_slots, publish_generation, first_generation)
-        self.leases = LeaseBook()
+        self.slots = SlotTable(num_slots, publish_generation, first_generation, publish_readable)
+        self.leases = LeaseBook(publish_lease)
 
     def open_lease(self, lease_id: LeaseId, holder: WorkerId, request_id: RequestId, expires_ns: int) -> Lease:
         return self.leases.open(lease_id, holder, request_id, expires_ns)

@@ -76,12 +76,15 @@ class SlotTable:
         num_slots: int,
         publish_generation: Callable[[int, int], None] | None = None,
         first_generation: int = 1,
+        publish_readable: Callable[[int, int], None] | None = None,
     ) -> None:
         """`publish_generation(slot, generation)` is told each slot's generation, now and whenever it rises.
+        `publish_readable(slot, num_bytes)` is told the length of the payload that readers hold there; 0 when none does.
 
         A pool begins at its epoch, so that no generation of one life is ever met again in the next.
         """
         self._publish = publish_generation
+        self._publish_readable = publish_readable
         self._slots = [Slot(number, first_generation) for number in range(num_slots)]
         self._free = deque(range(num_slots))
         self._index: dict[ChunkKey, int] = {}
@@ -147,6 +150,7 @@ class SlotTable:
         self._num_staged -= 1
         self._num_leased += 1
         slot.meta, slot.num_bytes, slot.last_access_ns = meta, meta.num_bytes, now_ns
+        self._announce_readable(slot, meta.num_bytes)
         holder = self.find(meta.key)
         if holder is None or (register and not holder.registered):
             self._index[meta.key] = slot.number
@@ -163,6 +167,7 @@ class SlotTable:
         if was_ready:
             del self._ready[slot.number]
             self._num_leased += 1
+            self._announce_readable(slot, slot.num_bytes)
         slot.num_leases += 1
         slot.hits += 1
         slot.last_access_ns = now_ns
@@ -181,6 +186,7 @@ class SlotTable:
         slot.machine.fire(SlotEvent.RELEASE_LAST)
         slot.num_leases = 0
         self._num_leased -= 1
+        self._announce_readable(slot, 0)
         if slot.registered:
             slot.last_access_ns = now_ns
             self._ready[slot.number] = None
@@ -277,3 +283,7 @@ class SlotTable:
     def _announce(self, slot: Slot) -> None:
         if self._publish is not None:
             self._publish(slot.number, slot.generation)
+
+    def _announce_readable(self, slot: Slot, num_bytes: int) -> None:
+        if self._publish_readable is not None:
+            self._publish_readable(slot.number, num_bytes)

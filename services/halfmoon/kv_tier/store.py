@@ -39,7 +39,14 @@ class ChunkStore:
         clock_ns: Callable[[], int] = time.time_ns,
     ) -> None:
         self.arena = arena
-        self.ledger = Ledger(arena.num_slots, arena.slot_bytes, arena.set_generation, first_generation=epoch)
+        self.ledger = Ledger(
+            arena.num_slots,
+            arena.slot_bytes,
+            arena.set_generation,
+            first_generation=epoch,
+            publish_readable=arena.tables.set_readable_bytes,
+            publish_lease=arena.tables.set_lease,
+        )
         self.counters = Counters()
         self.clock_ns = clock_ns
         self._announcer = announcer

@@ -1,6 +1,6 @@
 """The arena: one file of shared memory per node, cut into slots of one size.
 
-    | slot 0 | slot 1 | … | slot n-1 | generations: n little-endian u64, padded to a page |
+    | slot 0 | slot 1 | … | slot n-1 | tables (see `tables`), padded to a page |
 
 The owner (a kv-tier) creates it and holds a lock on it for as long as it lives; engines on the host attach and write or
 read the slots that they hold a lease on; other nodes on the host attach read-only. A slot's generation rises when the
@@ -14,7 +14,6 @@ import fcntl
 import mmap
 import os
 import re
-import struct
 from collections.abc import Callable
 from pathlib import Path
 from typing import Self
@@ -22,11 +21,11 @@ from urllib.parse import quote
 
 import numpy as np
 
+from halfmoon.pool.tables import ArenaTables, table_bytes
 from halfmoon.schemas.ids import NodeId
 
 PAGE_BYTES = mmap.PAGESIZE
 DEFAULT_SHM_DIR = Path("/dev/shm")
-_GENERATION = struct.Struct("<Q")
 _TOUCH_STEP_BYTES = 64 << 20
 
 
@@ -41,7 +40,7 @@ def aligned(num_bytes: int) -> int:
 
 def arena_bytes(slot_bytes: int, num_slots: int) -> int:
     """Size of the whole file."""
-    return slot_bytes * num_slots + aligned(num_slots * _GENERATION.size)
+    return slot_bytes * num_slots + aligned(table_bytes(num_slots))
 
 
 def arena_path(directory: Path, node: NodeId, epoch: int) -> Path:
@@ -104,6 +103,8 @@ class Arena:
             flags=mmap.MAP_PRIVATE if private else mmap.MAP_SHARED,
             prot=mmap.PROT_READ | (mmap.PROT_WRITE if writable or private else 0),
         )
+        self.tables = ArenaTables(memoryview(self._map)[slot_bytes * num_slots :], num_slots)
+        """What the owner says of slots and leases."""
 
     @classmethod
     def create(
@@ -170,12 +171,15 @@ class Arena:
 
     def generation(self, slot: int) -> int:
         """The slot's generation now, as its owner wrote it."""
-        generation: int = _GENERATION.unpack_from(self._mapped(), self._generation_offset(slot))[0]
-        return generation
+        return self.tables.generation(slot)
 
     def set_generation(self, slot: int, generation: int) -> None:
         """For the owner."""
-        _GENERATION.pack_into(self._mapped(), self._generation_offset(slot), generation)
+        self.tables.set_generation(slot, generation)
+
+    def whole(self) -> memoryview:
+        """All of it, tables and all: for a device that is to know the memory. Keeps it mapped."""
+        return memoryview(self._mapped())
 
     def touch(self) -> None:
         """Map every page into this process, which its first accesses would pay for otherwise: one look at each.
@@ -188,6 +192,7 @@ class Arena:
         """Unmap, and let go of the owner's lock. Idempotent."""
         if self._map is not None:
             mapped, self._map = self._map, None
+            self.tables.release()
             try:
                 mapped.close()
             except BufferError:
@@ -204,11 +209,6 @@ class Arena:
         if self._map is None:
             raise ValueError(f"the arena {self.path} is closed")
         return self._map
-
-    def _generation_offset(self, slot: int) -> int:
-        if not 0 <= slot < self.num_slots:
-            raise ValueError(f"slot {slot} of an arena of {self.num_slots}")
-        return self.num_slots * self.slot_bytes + slot * _GENERATION.size
 
     def _touch(self, progress: Callable[[float], None] | None) -> None:
         pages = np.frombuffer(self._mapped(), dtype=np.uint8)[::PAGE_BYTES]

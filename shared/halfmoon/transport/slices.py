@@ -1,4 +1,4 @@
-"""What transports share: results, and copying that lets other threads run."""
+"""What transports share: results, sharing a batch out to threads, and copying that lets other threads run."""
 
 import asyncio
 import time
@@ -19,6 +19,22 @@ def all_failed(slices: Sequence[SliceRead], outcome: ReadOutcome, detail: str) -
     return [failed(outcome, detail) for _ in slices]
 
 
+def shares(slices: Sequence[SliceRead], max_shares: int, min_bytes: int) -> list[Sequence[SliceRead]]:
+    """Cut a batch, in order, into at most `max_shares` parts of about equal size, none much below `min_bytes`."""
+    total = sum(len(each.destination) for each in slices)
+    num_shares = max(1, min(max_shares, total // min_bytes, len(slices)))
+    if num_shares == 1:
+        return [slices]
+    parts: list[Sequence[SliceRead]] = []
+    start = done = 0
+    for end, each in enumerate(slices, 1):
+        done += len(each.destination)
+        if done * num_shares >= total * (len(parts) + 1):
+            parts.append(slices[start:end])
+            start = end
+    return parts if start == len(slices) else [*parts, slices[start:]]
+
+
 def copy(destination: memoryview, source: memoryview) -> None:
     """One copy without the interpreter lock (assigning memoryviews would hold it for the whole copy)."""
     np.copyto(np.frombuffer(destination, dtype=np.uint8), np.frombuffer(source, dtype=np.uint8))
@@ -29,15 +45,21 @@ def seconds_left(deadline_ns: int) -> float:
     return (deadline_ns - time.time_ns()) / 1e9
 
 
-async def ended(work: asyncio.Future[list[SliceResult]]) -> None:
-    """Wait until a thread's work is over, whatever cancels us meanwhile; then let the cancellation through.
+async def all_of(works: Sequence[asyncio.Future[list[SliceResult]]]) -> list[list[SliceResult]]:
+    """The results of threads. A cancellation comes through at once, and reaches none of them: see `ended`."""
+    await asyncio.shield(asyncio.gather(*works))
+    return [work.result() for work in works]
 
-    Used after the thread was told to stop: the destinations are the caller's again only when it has.
+
+async def ended(*works: asyncio.Future[list[SliceResult]]) -> None:
+    """Wait until threads' work is over, whatever cancels us meanwhile; then let the cancellation through.
+
+    Used after the threads were told to stop: the destinations are the caller's again only when they have.
     """
     cancelled: asyncio.CancelledError | None = None
-    while not work.done():
+    while open_ones := [work for work in works if not work.done()]:
         try:
-            await asyncio.wait([work])
+            await asyncio.wait(open_ones)
         except asyncio.CancelledError as error:
             cancelled = error
     if cancelled is not None:

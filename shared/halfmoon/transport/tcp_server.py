@@ -1,25 +1,28 @@
 """The serving end of `tcp`: dedicated threads that send slots of the arena to whoever holds a lease on them."""
 
 import contextlib
-import ipaddress
 import socket
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from halfmoon.pool.arena import Arena
 from halfmoon.schemas.ids import LeaseId, NodeId
 from halfmoon.transport import tcp_wire as wire
 from halfmoon.transport.protocol import ReadOutcome
+from halfmoon.transport.tcp_stream import Deadline, WireError, is_loopback, prepare, send_all
+
+__all__ = ["Authorize", "TcpServer", "is_loopback"]
 
 Authorize = Callable[[LeaseId, int, int, int], tuple[ReadOutcome, str] | None]
 """`(lease, slot, generation, end of the range in the slot)` → why it may not be read now, or None. Called from threads,
-before a slice is sent and again after."""
+before a slice is copied out of the arena and again after."""
 
 _HANDSHAKE_S = 5.0
 _IDLE_S = 300.0
 """A reader that asks nothing for this long is let go; it connects again when it needs to."""
 _SEND_S = 30.0
-"""A reader that takes longer than this for one slice is taken for dead."""
+_SLOWEST_BYTES_PER_S = 1 << 20
+"""A reader that takes longer than `_SEND_S`, and then no bytes at this speed, is taken for dead."""
 _STATUS = {ReadOutcome.STALE: wire.Status.STALE, ReadOutcome.REFUSED: wire.Status.REFUSED}
 
 
@@ -36,7 +39,7 @@ class TcpServer:
         secret: str | None,
         host: str = "127.0.0.1",
         port: int = 0,
-        max_connections: int = 64,
+        max_connections: int = 256,
     ) -> None:
         """`secret` None: only loopback peers are served."""
         self._arena = arena
@@ -108,23 +111,23 @@ class TcpServer:
     def _serve(self, connection: socket.socket, peer: str) -> None:
         try:
             with connection:
-                connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                prepare(connection, peer)
                 self._shake_hands(connection, peer)
                 while not self._closed:
                     request = wire.receive_message(
-                        connection, wire.READ_REQUEST, wire.Deadline(_IDLE_S), wire.MAX_FRAME_BYTES
+                        connection, wire.READ_REQUEST, Deadline(_IDLE_S), wire.MAX_FRAME_BYTES
                     )
                     self._answer(connection, request)
         except wire.HandshakeRefused:
             self.num_refused += 1
-        except (wire.WireError, OSError):
+        except (WireError, OSError):
             return  # The reader has left, or doesn't speak our protocol: its loss alone.
         finally:
             with self._lock:
                 self._connections.pop(connection, None)
 
     def _shake_hands(self, connection: socket.socket, peer: str) -> None:
-        deadline = wire.Deadline(_HANDSHAKE_S)
+        deadline = Deadline(_HANDSHAKE_S)
         hello = wire.Hello(node=self._node, epoch=self._epoch, nonce=wire.new_nonce(), secret=self._secret is not None)
         wire.send_message(connection, hello, deadline)
         auth = wire.receive_message(connection, wire.AUTH, deadline)
@@ -140,17 +143,37 @@ class TcpServer:
         raise wire.HandshakeRefused(refusal)
 
     def _answer(self, connection: socket.socket, request: wire.ReadRequest) -> None:
+        """See `tcp_wire` for the layout. A group's second statuses travel with what comes behind them."""
         if len(request.slices) > wire.MAX_SLICES:
-            raise wire.WireError(f"{len(request.slices)} slices in one request, where {wire.MAX_SLICES} are the most")
-        for each in request.slices:
-            status, reason = self._check(request.lease_id, each)
-            if status is wire.Status.OK:
-                payload = self._arena.slot(each.slot, each.num_bytes, each.offset)
-                wire.send_slice(connection, payload, wire.Deadline(_SEND_S))
-                with self._lock:
-                    self.bytes_served += each.num_bytes
-                status, reason = self._check(request.lease_id, each)
-            wire.send_status(connection, status, reason, wire.Deadline(_SEND_S))
+            raise WireError(f"{len(request.slices)} slices in one request, where {wire.MAX_SLICES} are the most")
+        reasons: dict[int, str] = {}
+        tail = b""
+        for group in wire.groups([each.num_bytes for each in request.slices]):
+            before = self._checks(request, group, reasons)
+            sent = [position for position, status in zip(group, before, strict=True) if status is wire.Status.OK]
+            payloads = [self._payload(request.slices[position]) for position in sent]
+            _send(connection, [memoryview(tail + bytes(before)), *payloads])
+            with self._lock:
+                self.bytes_served += sum(len(each) for each in payloads)
+            tail = bytes(self._checks(request, sent, reasons))
+        if reasons:
+            tail += wire.frame(wire.Reasons(reasons=tuple(reason for _, reason in sorted(reasons.items()))))
+        _send(connection, [memoryview(tail)])
+
+    def _payload(self, wanted: wire.WireSlice) -> memoryview:
+        return self._arena.slot(wanted.slot, wanted.num_bytes, wanted.offset)
+
+    def _checks(
+        self, request: wire.ReadRequest, positions: Sequence[int], reasons: dict[int, str]
+    ) -> list[wire.Status]:
+        """How these slices stand now. Why not, for those that can't be had, goes into `reasons`, by position."""
+        found = []
+        for position in positions:
+            status, reason = self._check(request.lease_id, request.slices[position])
+            found.append(status)
+            if status is not wire.Status.OK:
+                reasons[position] = reason.encode()[: wire.MAX_REASON_BYTES].decode(errors="ignore")
+        return found
 
     def _check(self, lease_id: LeaseId, each: wire.WireSlice) -> tuple[wire.Status, str]:
         end = each.offset + each.num_bytes
@@ -162,13 +185,9 @@ class TcpServer:
         return (wire.Status.OK, "") if refusal is None else (_STATUS[refusal[0]], refusal[1])
 
 
-def is_loopback(host: str) -> bool:
-    try:
-        address = ipaddress.ip_address(host.split("%")[0])
-    except ValueError:
-        return host == "localhost"
-    mapped = getattr(address, "ipv4_mapped", None)
-    return address.is_loopback or (mapped is not None and mapped.is_loopback)
+def _send(connection: socket.socket, parts: Sequence[memoryview]) -> None:
+    seconds = _SEND_S + sum(len(part) for part in parts) / _SLOWEST_BYTES_PER_S
+    send_all(connection, parts, Deadline(seconds))
 
 
 def _shut(connection: socket.socket) -> None:

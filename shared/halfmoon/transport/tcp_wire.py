@@ -1,11 +1,18 @@
-"""`tcp`, on the wire: frames, the mutual handshake, and the headers of slices. Blocking sockets; used from threads.
+"""`tcp`, on the wire: the mutual handshake, requests, and how an answer is laid out.
 
     server ── Hello {nonce, node, epoch} ──▶ client       a frame: u32 big-endian length, then MessagePack
     client ── Auth {nonce, proof} ──▶ server              proof = HMAC-SHA256(secret, who ‖ both nonces ‖ node ‖ epoch)
     server ── Welcome {proof} | Refused {message} ──▶ client
     client ── ReadRequest {lease, slices} ──▶ server      again and again
-    server ── for each slice, in order: status byte;      not `ok`: u16 length and a UTF-8 reason
-              `ok`: the bytes, then a second status byte, as the lease stood after they had been sent
+    server ── the answer, in groups of slices that both ends form alike (`groups`) ──▶ client
+
+    | status of each slice of group 1 | bytes of those that are `ok`, in order | status of these, looked at again |
+    | status of each slice of group 2 | … | … |
+    | Reasons {…} where any status wasn't `ok`: a frame |
+
+A status is one byte. The second one of a slice says how its lease stood after its bytes had been copied out of the
+arena: they are good only if it is `ok` too. So a group costs its server one look before and one after, one `sendmsg`,
+and its reader one `recvmsg`, however many slices it has.
 
 The proofs show that both ends know the secret; the bytes themselves are not encrypted.
 """
@@ -14,7 +21,7 @@ import hmac
 import secrets
 import socket
 import struct
-import time
+from collections.abc import Iterator, Sequence
 from enum import IntEnum
 from typing import Final, TypeVar
 
@@ -23,23 +30,26 @@ from msgspec.msgpack import Decoder
 
 from halfmoon.schemas.ids import LeaseId
 from halfmoon.schemas.wire import Message
+from halfmoon.transport.tcp_stream import Deadline, WireError, receive_exactly, send_all
 
 MAX_FRAME_BYTES = 1 << 20
 MAX_HANDSHAKE_BYTES = 4096
 MAX_SLICES = 4096
+MAX_REASON_BYTES = 200
+"""So that the reasons of a whole request fit a frame."""
 NONCE_BYTES = 32
+_GROUP_BYTES = 32 << 20
+"""About 10 ms at loopback speed: long enough to make system calls cheap, short enough for times and checks to mean
+something."""
+_GROUP_SLICES = 512
+"""Half of what one `sendmsg` or `recvmsg` takes on Linux (IOV_MAX, 1024)."""
 _LENGTH = struct.Struct(">I")
-_REASON = struct.Struct(">H")
 
 
 class Status(IntEnum):
     OK = 0
     STALE = 1
     REFUSED = 2
-
-
-class WireError(Exception):
-    """The peer broke the protocol, refused, or went away. The message says which."""
 
 
 class HandshakeRefused(WireError):
@@ -74,9 +84,14 @@ class WireSlice(Message, frozen=True):
     num_bytes: int
 
 
-class ReadRequest(Message, frozen=True, tag="tcp.read.v1"):
+class ReadRequest(Message, frozen=True, tag="tcp.read.v2"):
     lease_id: LeaseId
     slices: tuple[WireSlice, ...]
+
+
+class Reasons(Message, frozen=True, tag="tcp.reasons.v1"):
+    reasons: tuple[str, ...]
+    """Of the slices that weren't `ok`, in the order of the request."""
 
 
 M = TypeVar("M")
@@ -85,6 +100,7 @@ HELLO: Final[Decoder[Hello]] = Decoder(Hello)
 AUTH: Final[Decoder[Auth]] = Decoder(Auth)
 WELCOME: Final[Decoder[Welcome | Refused]] = Decoder(Welcome | Refused)
 READ_REQUEST: Final[Decoder[ReadRequest]] = Decoder(ReadRequest)
+REASONS: Final[Decoder[Reasons]] = Decoder(Reasons)
 
 
 def new_nonce() -> bytes:
@@ -101,32 +117,37 @@ def proven(secret: bytes, who: str, hello: Hello, client_nonce: bytes, claim: by
     return hmac.compare_digest(proof(secret, who, hello, client_nonce), claim)
 
 
-class Deadline:
-    """A point in monotonic time that bounds every socket operation; another thread may bring it forward to now."""
+def groups(sizes: Sequence[int]) -> Iterator[range]:
+    """Cut a request into groups: positions of slices that follow each other. `sizes` in bytes; one may be any integer.
 
-    def __init__(self, seconds: float) -> None:
-        self._at = time.monotonic() + seconds
-        self._ended = False
+    A group is full when it has 32 MiB or 512 slices; a slice that is larger makes a group by itself.
+    """
+    start = num_bytes = 0
+    for position, size in enumerate(sizes):
+        size = max(size, 0)
+        if position > start and (num_bytes + size > _GROUP_BYTES or position - start == _GROUP_SLICES):
+            yield range(start, position)
+            start, num_bytes = position, 0
+        num_bytes += size
+    if start < len(sizes):
+        yield range(start, len(sizes))
 
-    def end_now(self) -> None:
-        self._ended = True
 
-    def apply(self, connection: socket.socket) -> None:
-        """Bound the next operation. Raises TimeoutError where no time is left."""
-        connection.settimeout(self.left())
+def statuses(codes: bytes) -> list[Status]:
+    """Raises `WireError` for a byte that is no status."""
+    try:
+        return [Status(code) for code in codes]
+    except ValueError as error:
+        raise WireError(f"an unknown status: {error}") from None
 
-    def left(self) -> float:
-        """Seconds, above zero. Raises TimeoutError where none are left."""
-        left = self._at - time.monotonic()
-        if self._ended or left <= 0:
-            raise TimeoutError("no time left")
-        return left
+
+def frame(message: Message) -> bytes:
+    payload = msgspec.msgpack.encode(message)
+    return _LENGTH.pack(len(payload)) + payload
 
 
 def send_message(connection: socket.socket, message: Message, deadline: Deadline) -> None:
-    payload = msgspec.msgpack.encode(message)
-    deadline.apply(connection)
-    connection.sendall(_LENGTH.pack(len(payload)) + payload)
+    send_all(connection, [memoryview(frame(message))], deadline)
 
 
 def receive_message(
@@ -138,57 +159,5 @@ def receive_message(
         raise WireError(f"a frame of {length} bytes, where {max_bytes} is the most: not a halfmoon peer?")
     try:
         return decoder.decode(receive_exactly(connection, length, deadline))
-    except msgspec.MsgspecError as error:
+    except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
         raise WireError(f"an unexpected message: {error}") from None
-
-
-def receive_exactly(connection: socket.socket, num_bytes: int, deadline: Deadline) -> bytes:
-    buffer = bytearray(num_bytes)
-    receive_into(connection, memoryview(buffer), deadline)
-    return bytes(buffer)
-
-
-def receive_into(connection: socket.socket, destination: memoryview, deadline: Deadline) -> None:
-    """Fill `destination`. Raises `WireError` where the peer ends early, OSError and TimeoutError."""
-    received = 0
-    while received < len(destination):
-        deadline.apply(connection)
-        count = connection.recv_into(destination[received:])
-        if count == 0:
-            raise WireError("the peer closed the connection")
-        received += count
-
-
-def send_slice(connection: socket.socket, payload: memoryview, deadline: Deadline) -> None:
-    """The `ok` status and the bytes, straight from where they lie."""
-    parts = [memoryview(bytes([Status.OK])), payload]
-    while parts:
-        deadline.apply(connection)
-        sent = connection.sendmsg(parts)
-        while parts and sent >= len(parts[0]):
-            sent -= len(parts.pop(0))
-        if parts:
-            parts[0] = parts[0][sent:]
-
-
-def send_status(connection: socket.socket, status: Status, reason: str, deadline: Deadline) -> None:
-    """A status without bytes behind it; a reason follows where it isn't `ok`."""
-    frame = bytes([status])
-    if status is not Status.OK:
-        text = reason.encode()[:1000]
-        frame += _REASON.pack(len(text)) + text
-    deadline.apply(connection)
-    connection.sendall(frame)
-
-
-def receive_status(connection: socket.socket, deadline: Deadline) -> tuple[Status, str]:
-    """A status, and the reason where it isn't `ok`."""
-    code = receive_exactly(connection, 1, deadline)[0]
-    try:
-        status = Status(code)
-    except ValueError:
-        raise WireError(f"an unknown status {code}") from None
-    if status is Status.OK:
-        return status, ""
-    (length,) = _REASON.unpack(receive_exactly(connection, _REASON.size, deadline))
-    return status, receive_exactly(connection, length, deadline).decode(errors="replace")
