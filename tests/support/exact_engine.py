@@ -6,6 +6,7 @@ not. A test may hold the engine at any step.
 
 import asyncio
 import hashlib
+from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -75,6 +76,8 @@ class ExactEngine:
         self.decoded_from: list[int] = []
         self.num_loads = 0
         self.num_hot = 0
+        self.changes: deque[HotChanges] = deque()
+        """What `hot_changes` answers, one after the other."""
         self.started = False
         self._sequences: dict[str, _Sequence] = {}
         self._clock_ns = 1_000
@@ -115,7 +118,7 @@ class ExactEngine:
         return num_hot
 
     def hot_changes(self) -> HotChanges:
-        return HotChanges()
+        return self.changes.popleft() if self.changes else HotChanges()
 
     async def load(self, seq_id: str, index: int, num_tokens: int, payload: memoryview) -> None:
         assert len(payload) == num_tokens * KV_BYTES_PER_TOKEN

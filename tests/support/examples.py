@@ -1,6 +1,6 @@
 """One example of every message, with every field set: what golden bytes and round trips are made from."""
 
-from halfmoon.schemas import chunks, kv_tier, members, model, registry, requests, splits, wire
+from halfmoon.schemas import caches, chunks, kv_tier, members, model, registry, requests, splits, wire
 from halfmoon.schemas.ids import (
     ChunkKey,
     LeaseId,
@@ -251,6 +251,8 @@ EXAMPLES: tuple[wire.Message, ...] = (
     NODE_BEAT,
     SERVICE_BEAT,
     members.Goodbye(worker=WORKER),
+    caches.CacheSnapshot(worker=WORKER, started_ns=EPOCH, seq=3, keys=(KEY, PARENT), part=1, num_parts=2),
+    caches.CacheChanges(worker=WORKER, started_ns=EPOCH, seq=4, added=(KEY,), removed=(PARENT,)),
     registry.Lookup(keys=(KEY,)),
     registry.LookedUp(placements=((PLACEMENT,),)),
     registry.Snapshot(cursor=b"c", revision=5, limit=10),

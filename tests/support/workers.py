@@ -38,6 +38,8 @@ PREFILL = WorkerId("prefill-1")
 DECODE = WorkerId("decode-1")
 ROOT = b"r" * 32
 SEED = 7
+UNHEARD: dict[str, object] = {"listen_first_s": 0.0}
+"""No other workers are there: nobody need be waited for."""
 
 
 @dataclass
@@ -278,7 +280,7 @@ async def cluster(
             Runtime(
                 service="prefill",
                 worker_id=PREFILL,
-                config=PrefillConfig(node="node-a", model=model, **(prefill_settings or {})),  # type: ignore[arg-type]
+                config=PrefillConfig(node="node-a", model=model, **(UNHEARD | (prefill_settings or {}))),  # type: ignore[arg-type]
                 bus=bus_p,
                 telemetry=telemetry_p,
                 metrics=Metrics(),
@@ -292,7 +294,7 @@ async def cluster(
             Runtime(
                 service="decode",
                 worker_id=DECODE,
-                config=DecodeConfig(node="node-b", model=model, **(decode_settings or {})),  # type: ignore[arg-type]
+                config=DecodeConfig(node="node-b", model=model, **(UNHEARD | (decode_settings or {}))),  # type: ignore[arg-type]
                 bus=bus_d,
                 telemetry=telemetry_d,
                 metrics=Metrics(),

@@ -3,6 +3,9 @@
 from halfmoon.schemas.ids import ModelName
 from halfmoon.schemas.wire import Message
 
+KV_FIELDS = ("fingerprint", "kv_dtype", "layout", "chunk_tokens", "kv_bytes_per_token", "block_tokens")
+"""Fields of a card in which two workers must agree to pass KV between them."""
+
 
 class ModelCard(Message, frozen=True):
     """Everything that decides whether two workers can share KV, and what a request may ask of them."""
@@ -23,6 +26,11 @@ class ModelCard(Message, frozen=True):
     vocab_size: int
     block_tokens: int = 1
     """Payloads hold whole blocks of this many tokens, the last one padded. Chunks are a multiple of it."""
+
+    @property
+    def kv_identity(self) -> tuple[str | int, ...]:
+        """Equal for workers that can pass KV between them, and for no others: the values of `KV_FIELDS`."""
+        return tuple(getattr(self, name) for name in KV_FIELDS)
 
     def payload_bytes(self, num_tokens: int) -> int:
         """Size of the KV of `num_tokens` consecutive positions, the first at a chunk's begin."""

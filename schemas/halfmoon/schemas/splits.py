@@ -40,6 +40,8 @@ class PrefillHalf(Message, frozen=True, tag="split.prefill.v1"):
     """Higher goes first where halves wait for this worker."""
     deadline_ns: int | None = None
     """Of the request, in Unix nanoseconds. The header `halfmoon-deadline` where absent."""
+    num_hot: int = 0
+    """Leading chunks that this worker's engine is taken to hold: for estimates of its load. The engine knows better."""
 
 
 class DecodeHalf(Message, frozen=True, tag="split.decode.v1"):
@@ -58,11 +60,13 @@ class DecodeHalf(Message, frozen=True, tag="split.decode.v1"):
     """Subject for token events."""
     encoding: Encoding = Encoding.MSGPACK
     prefill_worker: WorkerId | None = None
-    """None: nothing to wait for; compute the prompt here."""
+    """None: nothing to wait for; what the engine's own cache doesn't hold of the prompt is computed here."""
     known: tuple[int, ...] = ()
     """Completion tokens that the client may have already, where another worker had begun."""
     cached_tokens: int = 0
     """Prompt tokens from the cache, as that other worker found them: what the client is told in the end."""
+    num_hot: int = 0
+    """Leading chunks that this worker's engine is taken to hold: for estimates of its load. The engine knows better."""
     attempt: int = 1
     """A half of a known transfer with a higher attempt names another prefill worker for it; nothing else changes."""
     priority: int = 0

@@ -25,6 +25,7 @@ SPLIT_ALL = f"{PREFIX}.request.split.>"
 ENDED_ALL = f"{PREFIX}.request.ended.*"
 CHUNK_EVENTS = (f"{PREFIX}.chunk.registered.*", f"{PREFIX}.evict.*")
 HEARTBEAT_ALL = f"{PREFIX}.worker.*.heartbeat"
+CACHE_ALL = f"{PREFIX}.worker.*.cache"
 MEMBER_EVENTS = f"{PREFIX}.member.*"
 
 _UNSAFE = re.compile(r"[\s.*>%\x00-\x1f\x7f]")
@@ -88,6 +89,11 @@ def kv_tier(node: NodeId) -> str:
 
 def heartbeat(worker: WorkerId) -> str:
     return f"{PREFIX}.worker.{token(worker)}.heartbeat"
+
+
+def cache(worker: WorkerId) -> str:
+    """Where a worker tells what its engine's prefix cache holds."""
+    return f"{PREFIX}.worker.{token(worker)}.cache"
 
 
 def member(worker: WorkerId) -> str:

@@ -96,7 +96,8 @@ class Dispatcher:
         self, request: OpenRequest, decision: Decision, choice: DecodeChoice, now_s: float
     ) -> Answer:
         worker = choice.worker.worker
-        prefill = None if choice.is_colocated or not decision.plan.prefills else decision.plan.prefills[0].worker.worker
+        prefills = decision.plan.prefills if choice.needs_prefill else ()
+        prefill = prefills[0].worker.worker if prefills else None
         half = self._decode_half(request, decision, choice, prefill)
         request.decode_worker = worker
         request.decode_life = self._members.life_of(worker)
@@ -159,6 +160,7 @@ class Dispatcher:
             attempt=request.attempt,
             priority=body.priority,
             deadline_ns=request.submission.deadline_ns,
+            num_hot=choice.num_hot,
         )
         self._flights.sent_prefill(worker, half)
         self._members.sent_prefill(worker, half, now_s)
@@ -224,6 +226,7 @@ class Dispatcher:
             prefill_worker=prefill,
             known=self._flights.known(request.request_id),
             cached_tokens=self._flights.cached_tokens(request.request_id),
+            num_hot=choice.num_hot,
             attempt=request.attempt,
             priority=body.priority,
             deadline_ns=request.submission.deadline_ns,

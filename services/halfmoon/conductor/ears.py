@@ -1,4 +1,4 @@
-"""What a conductor hears without being asked: heartbeats, halves, ends and cancels. It only takes notes."""
+"""What a conductor hears without being asked: heartbeats, caches, halves, ends and cancels. It only takes notes."""
 
 import time
 from typing import assert_never
@@ -10,10 +10,12 @@ from halfmoon.bus.errors import Undecodable
 from halfmoon.bus.protocol import Bus, BusMessage, Subscription
 from halfmoon.conductor.dispatch import HEADER_SENDER
 from halfmoon.conductor.flights import Flights
+from halfmoon.conductor.hot import HotIndex
 from halfmoon.conductor.instruments import Instruments
 from halfmoon.conductor.members import Members
 from halfmoon.conductor.requests import OpenRequests
 from halfmoon.schemas import subjects
+from halfmoon.schemas.caches import WorkerCache
 from halfmoon.schemas.ids import WorkerId
 from halfmoon.schemas.members import Goodbye, Heartbeat, WorkerHeartbeat
 from halfmoon.schemas.requests import RequestCancel
@@ -21,13 +23,14 @@ from halfmoon.schemas.splits import DecodeHalf, HalfEnded, PrefillHalf, Role, Tr
 
 
 class Ears:
-    """Feeds the load view, the flights and the open requests."""
+    """Feeds the load view, the index of what is hot, the flights and the open requests."""
 
     def __init__(
         self,
         bus: Bus,
         conductor: WorkerId,
         members: Members,
+        hot: HotIndex,
         flights: Flights,
         requests: OpenRequests,
         instruments: Instruments,
@@ -36,11 +39,13 @@ class Ears:
         self._bus = bus
         self._conductor = conductor
         self._members = members
+        self._hot = hot
         self._flights = flights
         self._requests = requests
         self._instruments = instruments
         self._log = log
         self._heartbeats: Decoder[Heartbeat] = Decoder(Heartbeat)
+        self._caches: Decoder[WorkerCache] = Decoder(WorkerCache)
         self._splits: Decoder[PrefillHalf | DecodeHalf | TransferDone | RequestCancel] = Decoder(
             PrefillHalf | DecodeHalf | TransferDone | RequestCancel
         )
@@ -51,6 +56,7 @@ class Ears:
     async def open(self) -> None:
         for subject, hear in (
             (subjects.HEARTBEAT_ALL, self._on_heartbeat),
+            (subjects.CACHE_ALL, self._on_cache),
             (subjects.SPLIT_ALL, self._on_split),
             (subjects.ENDED_ALL, self._on_ended),
             (subjects.CANCEL, self._on_cancel),
@@ -87,6 +93,16 @@ class Ears:
                 request = self._requests.get(progress.request_id)
                 if request is not None:
                     request.shown(heartbeat.worker, beat)
+
+    async def _on_cache(self, message: BusMessage) -> None:
+        try:
+            told = self._caches.decode(message.data, message.headers)
+        except Undecodable as error:
+            self._undecodable(message, error)
+            return
+        # Of no other life than the present: whoever ends that one ends what is known of its cache.
+        if self._members.life_of(told.worker) == told.started_ns:
+            self._hot.hear(told)
 
     async def _on_split(self, message: BusMessage) -> None:
         if message.headers.get(HEADER_SENDER) == self._conductor:
@@ -137,6 +153,7 @@ class Ears:
         self._requests.cancel(cancel.request_id, cancel.reason)
 
     def _lost(self, worker: WorkerId) -> None:
+        self._hot.forget(worker)
         for request in self._requests.on_worker(worker):
             request.changed.set()
 

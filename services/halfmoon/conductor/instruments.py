@@ -1,6 +1,9 @@
 """What the conductor measures."""
 
+from collections.abc import Mapping
+
 from halfmoon.conductor.state import RequestState
+from halfmoon.schemas.ids import WorkerId
 from halfmoon.tracing.metrics import Metrics
 
 
@@ -21,6 +24,15 @@ class Instruments:
         self.index_chunks = metrics.gauge("conductor_index_chunks", "Distinct chunks in the index.")
         self.decision = metrics.histogram("conductor_decision", "Time to match and rank, without asking workers.")
         self.matched_chunks = metrics.counter("conductor_matched_chunks", "Chunks of prompts that were in some pool.")
+        self._hits = metrics.counter(
+            "conductor_hits", "Chunks of prompts placed, by where they are to be found: hbm, local, remote.", ["tier"]
+        )
+        self._hot_chunks = metrics.gauge(
+            "conductor_hot_chunks", "Chunks known to be in the prefix cache of a worker's engine.", ["worker"]
+        )
+        self.alone = metrics.gauge(
+            "conductor_workers_without_partner", "Workers that no worker of the other role can pass KV to or from."
+        )
         self.prompt_chunks = metrics.counter("conductor_prompt_chunks", "Whole chunks of all prompts placed.")
 
     def left(self, state: RequestState) -> None:
@@ -31,6 +43,16 @@ class Instruments:
 
     def moved(self, half: str) -> None:
         self._moves.labels(half).inc()
+
+    def planned(self, hits: Mapping[str, int]) -> None:
+        for tier, count in hits.items():
+            self._hits.labels(tier).inc(count)
+
+    def hot(self, num_chunks: Mapping[WorkerId, int]) -> None:
+        """Of every worker that is there and tells; the others are no longer shown."""
+        self._hot_chunks.clear()
+        for worker, count in num_chunks.items():
+            self._hot_chunks.labels(worker).set(count)
 
     def asked(self, half: str, answer: str) -> None:
         self._asked.labels(half, answer).inc()

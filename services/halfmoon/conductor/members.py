@@ -165,11 +165,13 @@ class Members:
 
     def sent_prefill(self, worker: WorkerId, half: PrefillHalf, now_s: float) -> None:
         card = self.card_of(worker)
-        reused = len(half.reuse) * card.chunk_tokens if card is not None else 0
+        reused = max(len(half.reuse), half.num_hot) * card.chunk_tokens if card is not None else 0
         self._sent(worker, half.request_id, max(1, len(half.tokens) - reused), len(half.tokens), now_s)
 
     def sent_decode(self, worker: WorkerId, half: DecodeHalf, now_s: float) -> None:
-        computes = len(half.tokens) if half.prefill_worker is None else 1
+        card = self.card_of(worker)
+        hot = half.num_hot * card.chunk_tokens if card is not None else 0
+        computes = max(1, len(half.tokens) - hot) if half.prefill_worker is None else 1
         kv_tokens = len(half.tokens) + (half.sampling.max_tokens or 0)
         self._sent(worker, half.request_id, computes, kv_tokens, now_s)
 

@@ -27,7 +27,7 @@ from halfmoon.conductor.speaker import Speaker
 from halfmoon.conductor.state import RequestEvent, RequestState
 from halfmoon.conductor.texts import Texts
 from halfmoon.conductor.watch import Facts, Finish, GiveUp, HandBack, Resplit, Resume, TellCancel, Wait, next_step
-from halfmoon.schemas.ids import new_transfer_id
+from halfmoon.schemas.ids import WorkerId, new_transfer_id
 from halfmoon.schemas.splits import Role
 from halfmoon.schemas.wire import Error, ErrorCode
 from halfmoon.tracing import Context, Tracer, context_of, record_error
@@ -345,6 +345,10 @@ async def _wait(changed: asyncio.Event, timeout_s: float) -> None:
         return
 
 
+def _num_hot(decision: Decision, worker: WorkerId | None) -> int:
+    return decision.ask.num_hot(worker) if worker is not None else 0
+
+
 def _described(request: OpenRequest, decision: Decision) -> dict[str, AttributeValue]:
     plan = decision.plan
     return {
@@ -354,6 +358,8 @@ def _described(request: OpenRequest, decision: Decision) -> dict[str, AttributeV
         "halfmoon.schedule.matched_chunks": len(decision.ask.match),
         "halfmoon.schedule.reused_chunks": plan.prefills[0].num_reused if plan.prefills else 0,
         "halfmoon.schedule.pulled_chunks": plan.prefills[0].num_pulled if plan.prefills else 0,
+        "halfmoon.schedule.prefill_hot_chunks": _num_hot(decision, request.prefill_worker),
+        "halfmoon.schedule.decode_hot_chunks": _num_hot(decision, request.decode_worker),
         "halfmoon.schedule.prompt_tokens": len(request.tokens),
         "halfmoon.schedule.num_prefill_candidates": len(plan.prefills),
         "halfmoon.schedule.num_decode_candidates": len(plan.decodes),

@@ -1,10 +1,12 @@
 """From a prompt and the state of the cluster to a plan: keys, match, admission, ranking. No I/O."""
 
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 from halfmoon.chunks.keys import Namespace, chunk_keys
+from halfmoon.conductor.hot import HotIndex
 from halfmoon.conductor.index import ChunkIndex
 from halfmoon.conductor.instruments import Instruments
 from halfmoon.conductor.members import Cluster, Members
@@ -27,6 +29,19 @@ class Decision:
     def card(self) -> ModelCard:
         return self.plan.card
 
+    def hits(self) -> Counter[str]:
+        """Chunks by where the first choice is to find them: `hbm` (hot in its engine), `local` or `remote` pools."""
+        decode = self.plan.decodes[0]
+        if decode.needs_prefill and self.plan.prefills:
+            choice = self.plan.prefills[0]
+            node, num_hot, num_reused = choice.worker.node, choice.num_hot, choice.num_reused
+        elif decode.is_colocated:
+            node, num_hot, num_reused = decode.worker.node, decode.num_hot, len(self.ask.match)
+        else:
+            return Counter(hbm=decode.num_hot)
+        pooled = self.ask.match.holders[num_hot:num_reused]
+        return Counter(["hbm"] * num_hot + ["local" if node in nodes else "remote" for nodes in pooled])
+
 
 class Planner:
     """Decides for one conductor."""
@@ -37,6 +52,7 @@ class Planner:
         costs: Costs,
         members: Members,
         index: Callable[[], ChunkIndex],
+        hot: HotIndex,
         tenant_salts: Mapping[str, str],
         instruments: Instruments,
     ) -> None:
@@ -44,6 +60,7 @@ class Planner:
         self._costs = costs
         self._members = members
         self._index = index
+        self._hot = hot
         self._tenant_salts = tenant_salts
         self._instruments = instruments
         self._turn = 0
@@ -66,13 +83,15 @@ class Planner:
             return candidates
         root = self.root(candidates.card, tenant)
         keys = chunk_keys(root, tokens, candidates.card.chunk_tokens)
-        ask = replace(ask, match=self._index().match(keys, cluster.nodes))
+        ask = replace(ask, match=self._index().match(keys, cluster.nodes), hot=self._hot.leading(keys))
         plan = self._policy.rank(ask, candidates, self._costs, self._turn)
         self._turn += 1
         self._instruments.matched_chunks.inc(len(ask.match))
         self._instruments.prompt_chunks.inc(len(keys))
+        decision = Decision(plan, cluster, ask, root)
+        self._instruments.planned(decision.hits())
         self._instruments.decision.observe(time.perf_counter() - started_s)
-        return Decision(plan, cluster, ask, root)
+        return decision
 
     def root(self, card: ModelCard, tenant: TenantId) -> bytes:
         """Root of the chunk keys: tenants share KV only where they share a salt."""

@@ -3,13 +3,13 @@
 request ─ admit ─▶ Rejection, or Candidates (one model card, its workers) ─ Policy.rank ─▶ Plan
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from halfmoon.conductor.index import Match
 from halfmoon.conductor.members import Cluster, WorkerLoad
-from halfmoon.schemas.ids import ModelName, NodeId, RequestId
+from halfmoon.schemas.ids import ModelName, NodeId, RequestId, WorkerId
 from halfmoon.schemas.kv_tier import ChunkSource
 from halfmoon.schemas.model import ModelCard
 from halfmoon.schemas.splits import Role
@@ -41,6 +41,11 @@ class Ask:
     has_chunks: bool
     """Whether prefill has anything to do for it. A prompt of one token leaves all to decode."""
     match: Match = field(default_factory=Match)
+    hot: Mapping[WorkerId, int] = field(default_factory=dict)
+    """Leading chunks of the prompt that workers' engines hold in their own caches; who isn't named has none."""
+
+    def num_hot(self, worker: WorkerId) -> int:
+        return self.hot.get(worker, 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +66,8 @@ class PrefillChoice:
     """Chunks that it is to take from the pool; the rest is cheaper to compute, or nowhere."""
     num_pulled: int = 0
     """Of these, how many come from other nodes."""
+    num_hot: int = 0
+    """Leading chunks that its engine holds: not computed, whatever the pools have."""
     cost_s: float = 0.0
     """Estimated time until the prompt's KV is there."""
 
@@ -69,10 +76,18 @@ class PrefillChoice:
 class DecodeChoice:
     worker: WorkerLoad
     cost_s: float = 0.0
+    num_hot: int = 0
+    """Leading chunks that its engine holds: not pulled."""
+    is_alone: bool = False
+    """It holds every whole chunk of the prompt, and computes the rest sooner than prefill would provide it."""
 
     @property
     def is_colocated(self) -> bool:
         return self.worker.role is Role.COLOCATED
+
+    @property
+    def needs_prefill(self) -> bool:
+        return not self.is_colocated and not self.is_alone
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,19 +182,14 @@ def sources(match: Match, num_reused: int, node: NodeId, cluster: Cluster) -> tu
     )
 
 
-def _kv_identity(card: ModelCard) -> tuple[str, str, str, int, int]:
-    """What two workers must agree in to pass KV between them."""
-    return card.fingerprint, card.kv_dtype, card.layout, card.chunk_tokens, card.kv_bytes_per_token
-
-
 def _groups(model: ModelName, cluster: Cluster, ask: Ask) -> list[Candidates]:
-    cards: dict[tuple[str, str, str, int, int], ModelCard] = {}
-    prefills: dict[tuple[str, str, str, int, int], list[WorkerLoad]] = {}
-    decodes: dict[tuple[str, str, str, int, int], list[WorkerLoad]] = {}
+    cards: dict[tuple[str | int, ...], ModelCard] = {}
+    prefills: dict[tuple[str | int, ...], list[WorkerLoad]] = {}
+    decodes: dict[tuple[str | int, ...], list[WorkerLoad]] = {}
     for worker in cluster.workers:
         if worker.card.name != model:
             continue
-        identity = _kv_identity(worker.card)
+        identity = worker.card.kv_identity
         cards.setdefault(identity, worker.card)
         side = prefills if worker.role is Role.PREFILL else decodes
         side.setdefault(identity, []).append(worker)

@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import time
 from collections.abc import Coroutine
 
 from halfmoon.bus.errors import BusError
@@ -10,11 +11,13 @@ from halfmoon.conductor.dispatch import Dispatcher
 from halfmoon.conductor.ears import Ears
 from halfmoon.conductor.flights import Flights
 from halfmoon.conductor.front import DURABLE, Front
+from halfmoon.conductor.hot import HotIndex
 from halfmoon.conductor.indexer import Indexer
 from halfmoon.conductor.instruments import Instruments
 from halfmoon.conductor.intake import Reader
 from halfmoon.conductor.members import Members
 from halfmoon.conductor.owner import Owner, Parts
+from halfmoon.conductor.partners import Lonely
 from halfmoon.conductor.planning import Planner
 from halfmoon.conductor.policies import policy_named
 from halfmoon.conductor.policy import Costs
@@ -42,12 +45,16 @@ class Conductor:
         config, bus, log = runtime.config, runtime.bus, runtime.log
         self.instruments = Instruments(runtime.metrics)
         self.members = Members()
+        self.hot = HotIndex()
+        self.lonely = Lonely()
         self.flights = Flights()
         self.requests = OpenRequests()
         self.indexer = Indexer(
             bus, log, live=lambda: self.members.cluster().nodes, page_timeout_s=config.snapshot_timeout_s
         )
-        self._ears = Ears(bus, runtime.worker_id, self.members, self.flights, self.requests, self.instruments, log)
+        self._ears = Ears(
+            bus, runtime.worker_id, self.members, self.hot, self.flights, self.requests, self.instruments, log
+        )
 
     async def start(self) -> None:
         """Raises `StartupError` where the tokenizer can't be loaded, or the broker has no JetStream."""
@@ -114,6 +121,7 @@ class Conductor:
             costs,
             self.members,
             lambda: self.indexer.index,
+            self.hot,
             config.tenant_salts,
             self.instruments,
         )
@@ -168,6 +176,19 @@ class Conductor:
             await asyncio.sleep(HEARTBEAT_INTERVAL_S)
             self._ears.expire_members()
             self.instruments.index_chunks.set(len(self.indexer.index))
+            self.instruments.hot(self.hot.num_chunks())
+            self._look_for_lonely_workers()
+
+    def _look_for_lonely_workers(self) -> None:
+        num_alone, news = self.lonely.look(self.members.cluster().workers, time.monotonic())
+        self.instruments.alone.set(num_alone)
+        for load in news:
+            self._runtime.log.warning(
+                "a worker has no partner: nobody of the other role serves its model with the same KV",
+                worker=load.worker,
+                role=load.role.value,
+                model=load.card.name,
+            )
 
     async def _stay_in_progress(self) -> None:
         """Tell the broker, well within `ack_wait_s`, that what is open here is still being worked on."""

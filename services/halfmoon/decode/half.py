@@ -104,7 +104,8 @@ class DecodeRun:
     def num_left_tokens(self) -> int:
         """Prompt tokens that are to be computed here, as far as is known."""
         if self.state is HalfState.RECOMPUTING or (self.half.prefill_worker is None and self._is_before_tokens()):
-            return len(self.half.tokens) - self._num_loaded_tokens
+            num_hot = self.half.num_hot * self._parts.sequences.card.chunk_tokens if self._is_before_tokens() else 0
+            return len(self.half.tokens) - max(self._num_loaded_tokens, num_hot)
         return 0
 
     def progress(self) -> RequestProgress:
@@ -179,7 +180,8 @@ class DecodeRun:
             tokens,
             len(half.tokens) + self._limit,
             decode=self._decode_spec(),
-            num_loadable=sum(chunk.num_tokens for chunk in self._chunks),
+            num_loadable=sum(chunk.num_tokens for chunk in self._chunks) if self._is_provided() else 0,
+            has_sinks=half.prefill_worker is None and self._is_provided(),
             root=half.root,
         )
         async with self._leases() as leases, AsyncExitStack() as turn:
@@ -205,7 +207,7 @@ class DecodeRun:
             self._machine.fire(HalfEvent.COMPLETE if made.error is None else HalfEvent.GIVE_UP)
             return
         if half.prefill_worker is None:
-            self._machine.fire(HalfEvent.GIVE_UP)
+            await self._take_hot(sequence)
             return
         with parts.tracer.span(DECODE_WAIT_KV) as span:
             reason = await self.transfer.load(sequence, leases, self._machine.fire)
@@ -215,6 +217,14 @@ class DecodeRun:
         progress = self.transfer.progress
         self._num_loaded_tokens = progress.num_loaded_tokens
         self._cached_tokens = min(progress.cached_tokens, self._num_loaded_tokens)
+
+    async def _take_hot(self, sequence: OpenSequence) -> None:
+        """Nobody provides the prompt's KV: what the engine holds is taken, and the rest computed."""
+        num_hot = await sequence.hot()
+        self._parts.puller.skip(self.half.request_id, self.transfer.progress.hot(num_hot))
+        self._num_loaded_tokens = self._cached_tokens = min(num_hot, len(self.half.tokens))
+        is_complete = self._num_loaded_tokens >= len(self.half.tokens) - 1
+        self._machine.fire(HalfEvent.COMPLETE if is_complete else HalfEvent.GIVE_UP)
 
     async def _generate(self, sequence: OpenSequence, outbox: Outbox) -> None:
         parts, half, completion = self._parts, self.half, self._completion
@@ -314,6 +324,10 @@ class DecodeRun:
     def _internal(self, error: Exception) -> Error:
         self._log.error("half failed", exc_info=error)
         return Error(code=ErrorCode.INTERNAL, message="decode failed; the worker's log has the details")
+
+    def _is_provided(self) -> bool:
+        """Whether KV comes through the pool: from prefill, or computed here as prefill would."""
+        return self.half.prefill_worker is not None or self._parts.config.role is Role.COLOCATED
 
     def _is_before_tokens(self) -> bool:
         return self.state in (HalfState.QUEUED, HalfState.WAITING_KV, HalfState.LOADING)

@@ -14,10 +14,10 @@ class WorkerPulse:
     """The slow-changing part of a heartbeat."""
 
     def __init__(self, *, worker: WorkerId, role: Role, node: NodeId, started_ns: int, max_requests: int) -> None:
-        self._worker = worker
-        self._role = role
+        self.worker = worker
+        self.role = role
         self._node = node
-        self._started_ns = started_ns
+        self.started_ns = started_ns
         self._max_requests = max_requests
         self._load_progress = 0.0
         self.state = MemberState.LOADING
@@ -27,9 +27,12 @@ class WorkerPulse:
         """The model is loaded to this share, 0 to 1. Never goes back."""
         self._load_progress = max(self._load_progress, min(progress, 1.0))
 
-    def serving(self, card: ModelCard) -> None:
+    def loaded(self, card: ModelCard) -> None:
+        """The model is there; whether this worker can serve it is still to be seen."""
         self.card = card
         self._load_progress = 1.0
+
+    def serving(self) -> None:
         self.state = MemberState.SERVING
 
     def draining(self) -> None:
@@ -46,10 +49,10 @@ class WorkerPulse:
     ) -> WorkerHeartbeat:
         """`stats` None: there is no engine yet."""
         return WorkerHeartbeat(
-            worker=self._worker,
-            role=self._role,
+            worker=self.worker,
+            role=self.role,
             node=self._node,
-            started_ns=self._started_ns,
+            started_ns=self.started_ns,
             state=self.state,
             load_progress=self._load_progress,
             card=self.card,

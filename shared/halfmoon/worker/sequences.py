@@ -12,6 +12,7 @@ from halfmoon.engine.contract import (
     EngineError,
     EngineFull,
     EngineStats,
+    HotChanges,
     Sampled,
     SequenceSpec,
 )
@@ -66,6 +67,11 @@ class Sequences:
 
     def stats(self) -> EngineStats:
         return self._engine.stats()
+
+    def hot_changes(self) -> HotChanges:
+        """For one caller. Raises `EngineCrashed`, as every entry into the engine may."""
+        with _Guard("hot_changes", self._on_crash):
+            return self._engine.hot_changes()
 
     @asynccontextmanager
     async def sequence(self, spec: SequenceSpec, *, priority: int = 0) -> AsyncIterator["OpenSequence"]:

@@ -4,8 +4,11 @@ For each prefill worker, the estimated time until the prompt's KV is there:
 
     (tokens queued there + tokens left to compute) / its speed  +  bytes to pull / bandwidth
 
-A prefix that lies on its own node costs nothing, one on another node a pull, the rest is computed; so a long match wins
-only until its worker's queue costs more than the match saves. Where every prompt begins alike, load still spreads.
+A prefix that lies on its own node or is hot in its engine costs nothing, one on another node a pull, the rest is
+computed; so a long match wins only until its worker's queue costs more than the match saves. Where every prompt begins
+alike, load still spreads.
+
+A decode worker pulls what isn't hot in its engine. One that has all whole chunks hot may do without prefill.
 """
 
 import zlib
@@ -14,6 +17,7 @@ from halfmoon.conductor.members import WorkerLoad
 from halfmoon.conductor.policy import Ask, Candidates, Costs, DecodeChoice, Plan, PrefillChoice
 from halfmoon.schemas.ids import NodeId
 from halfmoon.schemas.model import ModelCard
+from halfmoon.schemas.splits import Role
 
 FULL_BATCH_COST_S = 0.5
 """What a decode worker at its limit costs, against an idle one: a whole batch slows each step by about this, in sum."""
@@ -48,19 +52,22 @@ def _prefill(
     chunk_compute_s = card.chunk_tokens / speed
     chunk_pull_s = card.chunk_tokens * card.kv_bytes_per_token / costs.pull_bytes_per_s
     num_reused, num_pulled = leading[worker.node], 0
-    if len(ask.match) > num_reused:
+    num_hot = ask.num_hot(worker.worker)
+    num_there = max(num_reused, num_hot)
+    if len(ask.match) > num_there:
         pulled = len(ask.match) - held[worker.node]
-        if pulled * chunk_pull_s < (len(ask.match) - num_reused) * chunk_compute_s:
+        if pulled * chunk_pull_s < (len(ask.match) - num_there) * chunk_compute_s:
             num_reused, num_pulled = len(ask.match), pulled
-    left_tokens = ask.num_tokens - num_reused * card.chunk_tokens
+    left_tokens = ask.num_tokens - max(num_reused, num_hot) * card.chunk_tokens
     cost_s = (worker.queued_tokens + left_tokens) / speed + num_pulled * chunk_pull_s
-    return PrefillChoice(worker=worker, num_reused=num_reused, num_pulled=num_pulled, cost_s=cost_s)
+    return PrefillChoice(worker=worker, num_reused=num_reused, num_pulled=num_pulled, num_hot=num_hot, cost_s=cost_s)
 
 
 def _decode(
     ask: Ask, worker: WorkerLoad, card: ModelCard, costs: Costs, prefills: tuple[PrefillChoice, ...]
 ) -> DecodeChoice:
-    choice = DecodeChoice(worker=worker)
+    num_hot = ask.num_hot(worker.worker)
+    is_alone = False
     cost_s = FULL_BATCH_COST_S * worker.occupancy
     left = worker.limit_tokens - ask.num_tokens
     needed = ask.num_tokens + min(left, ask.max_tokens if ask.max_tokens is not None else left)
@@ -68,15 +75,19 @@ def _decode(
         cost_s += NO_ROOM_COST_S * needed / worker.total_tokens
     elif worker.total_tokens:
         cost_s += FULL_BATCH_COST_S * (1 - worker.free_tokens / worker.total_tokens)
-    if choice.is_colocated:
+    if worker.role is Role.COLOCATED:
         own = {worker.node: ask.match.num_leading(worker.node)}
         held = {worker.node: ask.match.num_held(worker.node)}
         cost_s += _prefill(ask, worker, card, costs, own, held).cost_s
     elif prefills:
-        cost_s += prefills[0].cost_s
+        left_tokens = ask.num_tokens - num_hot * card.chunk_tokens
+        handover_s = prefills[0].cost_s
         if prefills[0].worker.node != worker.node:
-            cost_s += ask.num_tokens * card.kv_bytes_per_token / costs.pull_bytes_per_s
-    return DecodeChoice(worker=worker, cost_s=cost_s)
+            handover_s += left_tokens * card.kv_bytes_per_token / costs.pull_bytes_per_s
+        alone_s = (worker.queued_tokens + left_tokens) / (worker.prefill_tokens_per_s or costs.prefill_tokens_per_s)
+        is_alone = num_hot > 0 and left_tokens < card.chunk_tokens and alone_s <= handover_s
+        cost_s += alone_s if is_alone else handover_s
+    return DecodeChoice(worker=worker, cost_s=cost_s, num_hot=num_hot, is_alone=is_alone)
 
 
 def _lot(ask: Ask, worker: WorkerLoad) -> int:
@@ -87,10 +98,13 @@ def _lot(ask: Ask, worker: WorkerLoad) -> int:
 def _reason(ask: Ask, prefills: tuple[PrefillChoice, ...], decode: DecodeChoice) -> str:
     if decode.is_colocated:
         return f"colocated on {decode.worker.node}"
+    if decode.is_alone:
+        return f"all {decode.num_hot} chunks are hot at {decode.worker.worker}"
     if not prefills:
         return "nothing to prefill"
     best = prefills[0]
     return (
-        f"{best.num_reused} of {len(ask.match)} matched chunks reused, {best.num_pulled} of them pulled; "
+        f"{best.num_reused} of {len(ask.match)} matched chunks reused, {best.num_pulled} of them pulled, "
+        f"{best.num_hot} hot; "
         f"{best.worker.queued_tokens} tokens queued ahead; estimated {best.cost_s * 1000:.0f} ms"
     )

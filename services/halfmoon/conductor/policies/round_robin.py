@@ -11,10 +11,17 @@ class RoundRobin:
 
     def rank(self, ask: Ask, candidates: Candidates, costs: Costs, turn: int) -> Plan:
         prefills = tuple(
-            PrefillChoice(worker=worker, num_reused=ask.match.num_leading(worker.node))
+            PrefillChoice(
+                worker=worker,
+                num_reused=ask.match.num_leading(worker.node),
+                num_hot=ask.num_hot(worker.worker),
+            )
             for worker in _from(candidates.prefills, turn)
         )
-        decodes = tuple(DecodeChoice(worker=worker) for worker in _from(candidates.decodes, turn))
+        decodes = tuple(
+            DecodeChoice(worker=worker, num_hot=ask.num_hot(worker.worker))
+            for worker in _from(candidates.decodes, turn)
+        )
         return Plan(candidates.card, prefills if ask.has_chunks else (), decodes, f"turn {turn}")
 
 
