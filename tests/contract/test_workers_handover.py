@@ -5,11 +5,15 @@ from pathlib import Path
 
 import pytest
 
+from halfmoon.bus.codec import Decoder
+from halfmoon.bus.protocol import BusMessage
+from halfmoon.prefill.config import Announce
+from halfmoon.schemas import subjects
 from halfmoon.schemas.requests import FinishReason
-from halfmoon.schemas.splits import Role
+from halfmoon.schemas.splits import KvReady, Role
 from halfmoon.tracing import names
 from support.exact_engine import CHUNK_TOKENS, KV_BYTES_PER_TOKEN, reference
-from support.workers import SEED, Cluster, cluster, prompt
+from support.workers import DECODE, SEED, Cluster, cluster, prompt
 
 CHUNK_BYTES = CHUNK_TOKENS * KV_BYTES_PER_TOKEN
 LENGTHS = [
@@ -177,3 +181,24 @@ async def test_spans_of_one_request(pair: Cluster) -> None:
     assert (generate.attributes or {})["gen_ai.usage.output_tokens"] == 6
     chunk = pair.chunk_spans("prefill")[0]
     assert (chunk.start_time, chunk.end_time) == (2_000, 3_000), "the engine's own times"
+
+
+@pytest.mark.parametrize(("announce", "expected"), [(Announce.EACH, [1, 1, 1, 1]), (Announce.END, [4])])
+async def test_decode_is_told_of_chunks_as_the_setting_says(
+    tmp_path: Path, announce: Announce, expected: list[int]
+) -> None:
+    tokens = prompt(3 * CHUNK_TOKENS + 5)
+    decoder: Decoder[KvReady] = Decoder(KvReady)
+    told: list[int] = []
+    async with cluster(tmp_path, prefill_settings={"announce": announce}) as pair:
+
+        async def on_ready(message: BusMessage) -> None:
+            told.append(len(decoder.decode(message.data, message.headers).chunks))
+
+        await pair.bus.subscribe(subjects.kv_ready(DECODE), on_ready)
+        _, _, reader = await pair.submit(tokens)
+        await reader.finished()
+        assert reader.tokens == reference(tokens, 6, SEED)
+        await pair.idle()
+        assert pair.outcomes("decode") == ["hit_remote"] * 4
+    assert told == expected

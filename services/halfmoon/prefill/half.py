@@ -16,7 +16,7 @@ from halfmoon.chunks.plan import PlannedChunk
 from halfmoon.engine.contract import SequenceSpec
 from halfmoon.machine import Machine
 from halfmoon.pool.client import PoolClient
-from halfmoon.prefill.config import PrefillConfig
+from halfmoon.prefill.config import Announce, PrefillConfig
 from halfmoon.prefill.metrics import PrefillMetrics
 from halfmoon.prefill.policy import hold_until_ns, is_gone
 from halfmoon.prefill.state import HALF_TABLE, HalfEvent, HalfState
@@ -75,6 +75,8 @@ class PrefillRun:
         self._accepted_ns = time.time_ns()
         self._num_reused = 0
         self._num_computed = 0
+        self._held_back: list[ReadyChunk] = []
+        """What decode isn't told of yet, where it is told at the end."""
 
     @property
     def state(self) -> HalfState:
@@ -84,7 +86,8 @@ class PrefillRun:
     def num_left_tokens(self) -> int:
         """Prompt tokens that wait to be computed."""
         if self.state is HalfState.QUEUED:
-            reusable = sum(chunk.num_tokens for chunk in self._chunks[: len(self.half.reuse)])
+            num_reusable = max(len(self.half.reuse), self.half.num_hot)
+            reusable = sum(chunk.num_tokens for chunk in self._chunks[:num_reusable])
             return sum(chunk.num_tokens for chunk in self._chunks) - reusable
         if self.state in (HalfState.ACQUIRING, HalfState.COMPUTING):
             return sum(chunk.num_tokens for chunk in self._chunks) - self._num_reused - self._num_computed
@@ -166,6 +169,8 @@ class PrefillRun:
         with self._parts.peers.watching(self.half.decode_worker) as reader:
             async with self._leases() as leases:
                 error = await self._in_turn(leases)
+                if self._parts.config.announce is Announce.END:
+                    await self._tell_ready(self._held_back)
                 self._machine.fire(HalfEvent.COMPUTED)
                 self._parts.metrics.duration_s.observe((time.time_ns() - self._accepted_ns) / 1e9)
                 if error is not None:
@@ -205,6 +210,7 @@ class PrefillRun:
             half.tokens,
             len(half.tokens),
             num_loadable=hits.num_tokens,
+            has_sinks=True,
             root=half.root,
         )
         async with parts.sequences.sequence(spec, priority=half.priority) as sequence:
@@ -242,6 +248,12 @@ class PrefillRun:
         )
 
     async def _announce(self, chunks: Sequence[ReadyChunk]) -> None:
+        if self._parts.config.announce is Announce.END:
+            self._held_back += chunks
+        else:
+            await self._tell_ready(chunks)
+
+    async def _tell_ready(self, chunks: Sequence[ReadyChunk]) -> None:
         node = self._parts.pool.info
         await self._send(
             subjects.kv_ready(self.half.decode_worker),
