@@ -1,6 +1,6 @@
 """One example of every message, with every field set: what golden bytes and round trips are made from."""
 
-from halfmoon.schemas import caches, chunks, kv_tier, members, model, registry, requests, splits, wire
+from halfmoon.schemas import caches, chunks, kv_tier, members, model, rdma, registry, requests, splits, wire
 from halfmoon.schemas.ids import (
     ChunkKey,
     LeaseId,
@@ -57,6 +57,24 @@ CARD = model.ModelCard(
     chunk_tokens=256,
     max_model_tokens=8192,
     vocab_size=49_152,
+)
+QUEUE_PAIR = rdma.QueuePairEnd(
+    port=rdma.RdmaPort(
+        device="mlx5_0",
+        port=1,
+        link_layer=rdma.LinkLayer.ETHERNET,
+        gid=bytes(10) + b"\xff\xff\x0a\x00\x00\x01",
+        gid_index=3,
+        mtu_bytes=4096,
+        speed_mbps=200_000,
+        numa_node=1,
+        pci_address="0000:5e:00.0",
+        max_reads=16,
+        max_initiated_reads=16,
+        max_message_bytes=1 << 30,
+    ),
+    number=4711,
+    first_sequence=815,
 )
 POOL = kv_tier.PoolStats(
     total=8,
@@ -194,6 +212,42 @@ EXAMPLES: tuple[wire.Message, ...] = (
     kv_tier.Done(),
     kv_tier.Stats(),
     POOL,
+    rdma.RdmaHello(reader="node-b"),
+    rdma.RdmaChallenge(node=NODE, epoch=EPOCH, nonce=bytes(32)),
+    rdma.RdmaConnect(
+        reader="node-b",
+        node=NODE,
+        epoch=EPOCH,
+        server_nonce=bytes(32),
+        reader_nonce=bytes(range(32)),
+        queue_pairs=(rdma.WantedQueuePair(end=QUEUE_PAIR, device="mlx5_1", port=1),),
+        proof=bytes(32),
+    ),
+    rdma.RdmaConnected(
+        connection=bytes(16),
+        reader_nonce=bytes(range(32)),
+        queue_pairs=(QUEUE_PAIR,),
+        arena_address=0x7F00_0000_0000,
+        table_keys=(0x1234,),
+        proof=bytes(32),
+    ),
+    rdma.RdmaGrant(
+        connection=bytes(16),
+        sequence=1,
+        lease_id=LEASE,
+        ranges=(rdma.RdmaRange(slot=3, generation=7, end=4096, queue_pair=0),),
+        proof=bytes(32),
+    ),
+    rdma.RdmaGranted(
+        connection=bytes(16),
+        sequence=1,
+        access=(
+            rdma.RdmaAccess(verdict=rdma.RdmaVerdict.OPEN, key=0x5678),
+            rdma.RdmaAccess(verdict=rdma.RdmaVerdict.STALE, detail="slot 4 is in generation 8, not 7"),
+        ),
+        proof=bytes(32),
+    ),
+    rdma.RdmaDisconnect(connection=bytes(16), proof=bytes(32)),
     splits.PrefillHalf(
         request_id=REQUEST,
         transfer_id=TRANSFER,

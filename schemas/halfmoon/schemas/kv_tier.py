@@ -6,6 +6,7 @@ the same host map, and other nodes read through a transport.
 
 from halfmoon.schemas.chunks import ChunkMeta, ChunkOutcome
 from halfmoon.schemas.ids import ChunkKey, LeaseId, NodeId, RequestId, WorkerId
+from halfmoon.schemas.rdma import RdmaOffer
 from halfmoon.schemas.wire import Error, Message
 
 
@@ -22,6 +23,8 @@ class NodeInfo(Message, frozen=True, tag="kvtier.node.v1"):
     num_slots: int
     tcp_address: str | None = None
     """`host:port` of the tcp transport's server."""
+    rdma: RdmaOffer | None = None
+    """None where it can't be read over RDMA."""
 
 
 class ArenaRef(Message, frozen=True):

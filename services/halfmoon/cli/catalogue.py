@@ -5,9 +5,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from halfmoon.schemas import subjects
+from halfmoon.schemas.caches import WorkerCache
 from halfmoon.schemas.chunks import ChunkEvicted, ChunkRegistered, NodeCleared
-from halfmoon.schemas.kv_tier import KvTierReply, KvTierRequest
+from halfmoon.schemas.kv_tier import Done, KvTierReply, KvTierRequest
 from halfmoon.schemas.members import Heartbeat
+from halfmoon.schemas.rdma import RdmaReply, RdmaRequest
 from halfmoon.schemas.registry import MemberEvent, RegistryReply, RegistryRequest
 from halfmoon.schemas.requests import RequestCancel, RequestSubmitted, TokenEvent
 from halfmoon.schemas.splits import DecodeHalf, HalfAccepted, HalfEnded, KvInbox, PrefillHalf, TransferDone
@@ -96,7 +98,19 @@ def channels() -> Sequence[Channel]:
             "Request-reply: describe, acquire, reserve, commit, release, renew, report, stats.",
             (*_members(KvTierRequest), *_members(KvTierReply)),
         ),
+        Channel(
+            "kvTierRdma",
+            f"{p}.kvtier.{{node}}.rdma_{{verb}}",
+            "Request-reply: hello, connect, grant, disconnect; what nodes say to each other to read over RDMA.",
+            (*_members(RdmaRequest), *_members(RdmaReply), Done, Error),
+        ),
         Channel("heartbeat", f"{p}.worker.{{id}}.heartbeat", "Every 250 ms or faster.", _members(Heartbeat)),
+        Channel(
+            "cache",
+            f"{p}.worker.{{id}}.cache",
+            "What an engine's own prefix cache holds: changes with each heartbeat, all of it every 10 s.",
+            _members(WorkerCache),
+        ),
         Channel("member", f"{p}.member.{{id}}", "Who came and who is gone, by the registry.", _members(MemberEvent)),
         Channel(
             "registry",

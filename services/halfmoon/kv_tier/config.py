@@ -2,7 +2,7 @@
 
 import socket
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import msgspec
 from msgspec import Meta
@@ -43,6 +43,26 @@ class KvTierConfig(CommonConfig, frozen=True, kw_only=True, forbid_unknown_field
         str, Meta(description="Address on which other machines read KV over tcp. Beyond loopback, set cluster_secret.")
     ] = "127.0.0.1"
     bind_port: Annotated[int, Meta(description="Port for that; 0 takes a free one.", ge=0, le=65535)] = 0
+    rdma: Annotated[
+        Literal["auto", "on", "off"],
+        Meta(description="Reading over RDMA: where there is a device (`auto`), or not at all; `on` insists on one."),
+    ] = "auto"
+    rdma_devices: Annotated[
+        tuple[str, ...], Meta(description="Names of the RDMA devices to use, such as `mlx5_0`. None named: all.")
+    ] = ()
+    rdma_gid_index: Annotated[
+        Annotated[int, Meta(ge=0, le=255)] | None,
+        Meta(description="Which of a port's addresses to use. None: RoCE v2 with an IPv4 address, where there is one."),
+    ] = None
+    rdma_queue_pairs: Annotated[
+        int, Meta(description="Queue pairs per connection to a peer, spread over devices.", ge=1, le=16)
+    ] = 2
+    rdma_windows: Annotated[
+        bool,
+        Meta(
+            description="Open slots lease by lease, where the devices can; else a reader's key opens them all."
+        ),
+    ] = True
     advertised_host: Annotated[
         str | None, Meta(description="Host name or address that other nodes are told. None: bind_host.")
     ] = None

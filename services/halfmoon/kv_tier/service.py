@@ -17,17 +17,20 @@ from halfmoon.kv_tier.memory import make_arena, slot_bytes_of
 from halfmoon.kv_tier.metrics import PathCollector, PoolCollector
 from halfmoon.kv_tier.peers import BusPeers
 from halfmoon.kv_tier.pull import Puller
+from halfmoon.kv_tier.rdma import open_rdma
 from halfmoon.kv_tier.requests import Requests
 from halfmoon.kv_tier.store import ChunkStore
-from halfmoon.kv_tier.transports import advertised, make_transports, serve_tcp
+from halfmoon.kv_tier.transports import advertised, authorizer, make_transports, serve_tcp
 from halfmoon.lifecycle.runtime import Runtime, StartupError
 from halfmoon.schemas import subjects
 from halfmoon.schemas.chunks import ChunkEvent, ChunkRegistered, NodeCleared
 from halfmoon.schemas.ids import NodeId
 from halfmoon.schemas.kv_tier import Acquire, Commit, Describe, NodeInfo, Release, Renew, Report, Reserve, Stats
 from halfmoon.schemas.members import MemberState, NodeHeartbeat
+from halfmoon.schemas.rdma import RdmaConnect, RdmaDisconnect, RdmaGrant, RdmaHello
 from halfmoon.schemas.wire import Message
 from halfmoon.transport.choice import Paths
+from halfmoon.transport.rdma.server import RdmaServer
 from halfmoon.transport.tcp_server import TcpServer
 
 M = TypeVar("M", bound=Message)
@@ -36,6 +39,7 @@ _SWEEP_S = 0.1
 _PUBLISH_TIMEOUT_S = 5.0
 _FAREWELL_S = 2.0
 _ACQUIRES_AT_ONCE = 64
+_RDMA_AT_ONCE = 16
 _LOOK_AROUND_S = 0.5
 
 
@@ -78,6 +82,9 @@ class KvTier:
         # Hundreds of thousands of slots take a second to set up: in a thread, so that heartbeats go on.
         store = self._store = await asyncio.to_thread(ChunkStore, arena, self._epoch, announcer, tracer)
         server = self._server = serve_tcp(self._config, arena, store, self._epoch, self._undo, self._log)
+        rdma = await open_rdma(self._config, arena, authorizer(store), self._epoch, self._runtime.bus, self._undo)
+        if rdma.server is not None:
+            self._own(rdma.server.sweep(), "rdma")
         info = NodeInfo(
             node=self._node,
             epoch=self._epoch,
@@ -86,8 +93,9 @@ class KvTier:
             slot_bytes=arena.slot_bytes,
             num_slots=arena.num_slots,
             tcp_address=advertised(self._config, server.address),
+            rdma=rdma.offer,
         )
-        paths = self._paths = Paths(make_transports(self._config))
+        paths = self._paths = Paths(make_transports(self._config, rdma.transport))
         self._undo.push_async_callback(paths.close)
         puller = self._puller = self._make_puller(store, paths)
         self._own(self._sweep(store, puller), "sweep")
@@ -111,9 +119,16 @@ class KvTier:
             bytes_served=lambda: server.bytes_served,
         )
         await self._serve_bus(requests)
+        if rdma.server is not None:
+            await self._serve_rdma(rdma.server)
         self._state = MemberState.SERVING
         self._log.info(
-            "pool ready", epoch=self._epoch, slots=arena.num_slots, slot_bytes=arena.slot_bytes, tcp=info.tcp_address
+            "pool ready",
+            epoch=self._epoch,
+            slots=arena.num_slots,
+            slot_bytes=arena.slot_bytes,
+            tcp=info.tcp_address,
+            rdma=rdma.summary,
         )
 
     async def drain(self) -> None:
@@ -193,6 +208,14 @@ class KvTier:
         await self._serve("release", Release, requests.release)
         await self._serve("renew", Renew, requests.renew)
         await self._serve("report", Report, requests.report)
+
+    async def _serve_rdma(self, server: RdmaServer) -> None:
+        await self._serve("rdma_hello", RdmaHello, lambda request, _: server.hello(request))
+        await self._serve(
+            "rdma_connect", RdmaConnect, lambda request, _: server.connect(request), concurrency=_RDMA_AT_ONCE
+        )
+        await self._serve("rdma_grant", RdmaGrant, lambda request, _: server.grant(request), concurrency=_RDMA_AT_ONCE)
+        await self._serve("rdma_disconnect", RdmaDisconnect, lambda request, _: server.disconnect(request))
 
     async def _serve(
         self,

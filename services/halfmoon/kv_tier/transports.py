@@ -15,12 +15,21 @@ from halfmoon.schemas.ids import LeaseId, NodeId
 from halfmoon.transport.protocol import ReadOutcome, Transport
 from halfmoon.transport.shm import ShmTransport
 from halfmoon.transport.tcp import TcpTransport
-from halfmoon.transport.tcp_server import TcpServer, is_loopback
+from halfmoon.transport.tcp_server import Authorize, TcpServer, is_loopback
 
 
-def make_transports(config: KvTierConfig) -> list[Transport]:
+def make_transports(config: KvTierConfig, rdma: Transport) -> list[Transport]:
     """What this node can read with, best first; each says by itself which peers it can reach."""
-    return [ShmTransport(config.host), TcpTransport(config.cluster_secret)]
+    return [ShmTransport(config.host), rdma, TcpTransport(config.cluster_secret)]
+
+
+def authorizer(store: ChunkStore) -> Authorize:
+    """Who may read what, by the leases of this pool. Any thread may ask."""
+
+    def authorize(lease_id: LeaseId, slot: int, generation: int, end: int) -> tuple[ReadOutcome, str] | None:
+        return store.ledger.refusal(lease_id, slot, generation, end, time.time_ns())
+
+    return authorize
 
 
 def serve_tcp(
@@ -32,15 +41,11 @@ def serve_tcp(
     log: structlog.stdlib.BoundLogger,
 ) -> TcpServer:
     """Serve this arena to who holds a lease, until `undo`. Raises `StartupError`."""
-
-    def authorize(lease_id: LeaseId, slot: int, generation: int, end: int) -> tuple[ReadOutcome, str] | None:
-        return store.ledger.refusal(lease_id, slot, generation, end, time.time_ns())
-
     server = TcpServer(
         arena,
         NodeId(config.node),
         epoch,
-        authorize,
+        authorizer(store),
         secret=config.cluster_secret,
         host=config.bind_host,
         port=config.bind_port,

@@ -21,6 +21,7 @@ from urllib.parse import quote
 
 import numpy as np
 
+from halfmoon.memory import SharedMap
 from halfmoon.pool.tables import ArenaTables, table_bytes
 from halfmoon.schemas.ids import NodeId
 
@@ -97,11 +98,8 @@ class Arena:
         self.writable = writable
         self._owner = owner
         self._fd: int | None = fd
-        self._map: mmap.mmap | None = mmap.mmap(
-            fd,
-            arena_bytes(slot_bytes, num_slots),
-            flags=mmap.MAP_PRIVATE if private else mmap.MAP_SHARED,
-            prot=mmap.PROT_READ | (mmap.PROT_WRITE if writable or private else 0),
+        self._map: SharedMap | None = SharedMap(
+            fd, arena_bytes(slot_bytes, num_slots), path, writable=writable, private=private
         )
         self.tables = ArenaTables(memoryview(self._map)[slot_bytes * num_slots :], num_slots)
         """What the owner says of slots and leases."""
@@ -205,7 +203,7 @@ class Arena:
         """Remove the file; mappings of it stay valid. Idempotent."""
         self.path.unlink(missing_ok=True)
 
-    def _mapped(self) -> mmap.mmap:
+    def _mapped(self) -> SharedMap:
         if self._map is None:
             raise ValueError(f"the arena {self.path} is closed")
         return self._map

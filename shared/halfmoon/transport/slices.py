@@ -3,10 +3,13 @@
 import asyncio
 import time
 from collections.abc import Sequence
+from typing import TypeVar
 
 import numpy as np
 
 from halfmoon.transport.protocol import ReadOutcome, SliceRead, SliceResult
+
+T = TypeVar("T")
 
 
 def failed(outcome: ReadOutcome, detail: str, started_ns: int | None = None) -> SliceResult:
@@ -51,7 +54,7 @@ async def all_of(works: Sequence[asyncio.Future[list[SliceResult]]]) -> list[lis
     return [work.result() for work in works]
 
 
-async def ended(*works: asyncio.Future[list[SliceResult]]) -> None:
+async def ended(*works: asyncio.Future[T]) -> None:
     """Wait until threads' work is over, whatever cancels us meanwhile; then let the cancellation through.
 
     Used after the threads were told to stop: the destinations are the caller's again only when they have.

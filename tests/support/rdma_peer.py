@@ -1,0 +1,187 @@
+"""A peer whose arena is read over rdma: in this process, or in one of its own that can be killed.
+
+Run as a program: `python -m support.rdma_peer <directory> <secret> <NATS url> <epoch> <windows: 0 or 1>`; prints its
+NodeInfo as JSON, then lives until its input ends.
+"""
+
+import asyncio
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Mapping
+from pathlib import Path
+
+import msgspec
+
+from halfmoon.bus.endpoint import serve
+from halfmoon.bus.errors import NoResponders
+from halfmoon.bus.nats import NatsBus, NatsSettings
+from halfmoon.pool.arena import Arena, arena_path
+from halfmoon.schemas import subjects
+from halfmoon.schemas.ids import LeaseId, NodeId
+from halfmoon.schemas.kv_tier import NodeInfo
+from halfmoon.schemas.rdma import (
+    RdmaChallenge,
+    RdmaConnect,
+    RdmaConnected,
+    RdmaDisconnect,
+    RdmaGrant,
+    RdmaGranted,
+    RdmaHello,
+)
+from halfmoon.transport.protocol import ReadOutcome
+from halfmoon.transport.rdma.node import RdmaNode
+from halfmoon.transport.rdma.server import RdmaServer
+from support.pool_peer import GENERATION, GOOD_LEASE, NODE, NUM_SLOTS, SLOT_BYTES, payload
+
+SECRET = "moon"
+
+
+class RdmaPeer:
+    """An arena full of known bytes. Leases: one good one, for good; `leases` may be changed."""
+
+    def __init__(
+        self,
+        directory: Path,
+        *,
+        secret: str = SECRET,
+        epoch: int = 1,
+        windows: bool = True,
+        idle_s: float = 120.0,
+        max_connections: int = 64,
+    ) -> None:
+        self.leases = {GOOD_LEASE}
+        self.arena = Arena.create(arena_path(directory, NODE, epoch), SLOT_BYTES, NUM_SLOTS)
+        for slot in range(NUM_SLOTS):
+            self.arena.slot(slot)[:] = payload(slot, epoch)
+            self.arena.set_generation(slot, GENERATION)
+        self.devices = RdmaNode.open(self.arena, windows=windows)
+        self.server = RdmaServer(
+            self.devices,
+            self.arena,
+            NODE,
+            epoch,
+            self.authorize,
+            secret=secret,
+            idle_s=idle_s,
+            max_connections=max_connections,
+        )
+        self.info = NodeInfo(
+            node=NODE,
+            epoch=epoch,
+            host="host-of-the-peer",
+            arena_path=str(self.arena.path),
+            slot_bytes=SLOT_BYTES,
+            num_slots=NUM_SLOTS,
+            rdma=self.devices.offer,
+        )
+
+    def authorize(self, lease_id: LeaseId, slot: int, generation: int, end: int) -> tuple[ReadOutcome, str] | None:
+        if self.arena.generation(slot) != generation:
+            return ReadOutcome.STALE, f"slot {slot} is in another generation"
+        return None if lease_id in self.leases else (ReadOutcome.REFUSED, f"no lease {lease_id}")
+
+    @contextlib.asynccontextmanager
+    async def serving(self) -> AsyncIterator["RdmaPeer"]:
+        sweep = asyncio.create_task(self.server.sweep())
+        try:
+            yield self
+            assert not sweep.done()
+        finally:
+            sweep.cancel()
+            await asyncio.gather(sweep, return_exceptions=True)
+            await self.close()
+
+    async def close(self) -> None:
+        await self.server.close()
+        self.devices.close()
+        self.arena.close()
+        self.arena.unlink()
+
+
+class DirectControl:
+    """The verbs, without a bus. `hold` lets a test stop one of them in its tracks."""
+
+    def __init__(self, servers: Mapping[NodeId, RdmaServer]) -> None:
+        self._servers = servers
+        self.held: dict[str, asyncio.Event] = {}
+        self.arrived: dict[str, asyncio.Event] = {}
+
+    def hold(self, verb: str) -> asyncio.Event:
+        """Calls of this verb wait from now on, until `release`; set when one has come to wait."""
+        self.held[verb] = asyncio.Event()
+        self.arrived[verb] = asyncio.Event()
+        return self.arrived[verb]
+
+    def release(self, verb: str) -> None:
+        self.held.pop(verb).set()
+
+    async def hello(self, node: NodeId, request: RdmaHello, timeout_s: float) -> RdmaChallenge:
+        return await (await self._server(node, "hello")).hello(request)
+
+    async def connect(self, node: NodeId, request: RdmaConnect, timeout_s: float) -> RdmaConnected:
+        return await (await self._server(node, "connect")).connect(request)
+
+    async def grant(self, node: NodeId, request: RdmaGrant, timeout_s: float) -> RdmaGranted:
+        return await (await self._server(node, "grant")).grant(request)
+
+    async def disconnect(self, node: NodeId, request: RdmaDisconnect, timeout_s: float) -> None:
+        await (await self._server(node, "disconnect")).disconnect(request)
+
+    async def _server(self, node: NodeId, verb: str) -> RdmaServer:
+        if verb in self.held:
+            self.arrived[verb].set()
+            await self.held[verb].wait()
+        if node not in self._servers:
+            raise NoResponders(subjects.kv_tier(node))
+        return self._servers[node]
+
+
+class RdmaPeerProcess:
+    """A peer in a process of its own, whose verbs are on NATS."""
+
+    def __init__(self, directory: Path, nats_url: str, *, epoch: int = 1, windows: bool = True) -> None:
+        self.process = subprocess.Popen(
+            [
+                *(sys.executable, "-m", "support.rdma_peer"),
+                *(str(directory), SECRET, nats_url, str(epoch), str(int(windows))),
+            ],
+            env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[1])},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+        )
+        assert self.process.stdout is not None
+        self.info = msgspec.json.decode(self.process.stdout.readline(), type=NodeInfo)
+
+    def kill(self) -> None:
+        self.process.send_signal(signal.SIGKILL)
+
+    def close(self) -> None:
+        self.process.kill()
+        self.process.wait(10)
+        for pipe in (self.process.stdin, self.process.stdout):
+            if pipe is not None:
+                pipe.close()
+        Path(self.info.arena_path).unlink(missing_ok=True)
+
+
+async def _main() -> None:
+    directory, secret, nats_url, epoch, windows = sys.argv[1:]
+    bus = await NatsBus.connect(NatsSettings(url=nats_url))
+    peer = RdmaPeer(Path(directory), secret=secret, epoch=int(epoch), windows=windows == "1")
+    async with peer.serving():
+        server, prefix = peer.server, subjects.kv_tier(NODE)
+        await serve(bus, f"{prefix}.rdma_hello", RdmaHello, lambda request, _: server.hello(request))
+        await serve(bus, f"{prefix}.rdma_connect", RdmaConnect, lambda request, _: server.connect(request))
+        await serve(bus, f"{prefix}.rdma_grant", RdmaGrant, lambda request, _: server.grant(request))
+        await serve(bus, f"{prefix}.rdma_disconnect", RdmaDisconnect, lambda request, _: server.disconnect(request))
+        sys.stdout.buffer.write(msgspec.json.encode(peer.info) + b"\n")
+        sys.stdout.buffer.flush()
+        await asyncio.to_thread(sys.stdin.read)
+    await bus.close()
+
+
+if __name__ == "__main__":
+    asyncio.run(_main())
