@@ -1,5 +1,7 @@
 """The load view: what heartbeats say, and what counts before they say it."""
 
+import msgspec
+
 from halfmoon.conductor.flights import Flights
 from halfmoon.conductor.members import HEARTBEAT_LAG_S, Members
 from halfmoon.schemas.ids import NodeId, RequestId, TransferId, WorkerId
@@ -72,6 +74,25 @@ def test_work_counts_from_when_it_is_sent_until_a_heartbeat_shows_it() -> None:
     members.hear(beat(queued_tokens=110, num_running=1, requests=(shown(),)), 0.03)
     (load,) = members.cluster().workers
     assert (load.num_requests, load.queued_tokens) == (1, 110)
+
+
+def test_what_is_hot_in_the_engine_is_not_counted_as_work() -> None:
+    members = Members()
+    members.hear(beat(), 0.0)
+    members.hear(beat(D1, Role.DECODE), 0.0)
+    half = prefill_half(num_reused=2)
+    members.sent_prefill(P1, msgspec.structs.replace(half, num_hot=4), 0.01)
+    members.sent_decode(D1, msgspec.structs.replace(decode_half(), num_hot=6, prefill_worker=None), 0.01)
+    queued = {load.worker: load.queued_tokens for load in members.cluster().workers}
+    assert queued == {P1: 100 - 4 * 16, D1: 100 - 6 * 16}
+
+
+def test_a_card_of_one_that_may_not_start_names_no_model() -> None:
+    members = Members()
+    members.hear(beat(state=MemberState.LOADING), 0.0)
+    assert members.cluster().models == {}
+    members.hear(beat(), 0.1)
+    assert members.cluster().models == {MODEL: CARD}
 
 
 def test_a_heartbeat_that_is_late_enough_is_believed() -> None:

@@ -142,7 +142,7 @@ class Members:
                 assert_never(unreachable)
 
     def _hear_worker(self, beat: WorkerHeartbeat, now_s: float) -> WorkerId | None:
-        if beat.card is not None:
+        if beat.card is not None and beat.state is not MemberState.LOADING:
             self._models[beat.card.name] = beat.card
         known = self._workers.get(beat.worker)
         if known is not None and beat.started_ns < known.beat.started_ns:
