@@ -100,6 +100,14 @@ def test_decode_leaves_to_prefill_what_prefill_does_sooner() -> None:
     assert not choice.needs_prefill
 
 
+def test_decode_is_left_alone_only_where_it_begins_at_once() -> None:
+    """What waits finds the cache as others have left it."""
+    waiting = worker("d1", Role.DECODE, "node-c", num_waiting=1)
+    full = worker("d1", Role.DECODE, "node-c", free_tokens=4 * CHUNK)
+    for there in (waiting, full):
+        assert plan(ask({"d1": 4}), P1, there).decodes[0].needs_prefill
+
+
 def test_a_full_decode_worker_is_passed_by_whatever_is_hot_there() -> None:
     full = worker("d1", Role.DECODE, "node-c", num_requests=16, free_tokens=10)
     assert plan(ask({"d1": 4}), P1, full, D2).decodes[0].worker.worker == "d2"

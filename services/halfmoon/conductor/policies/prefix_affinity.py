@@ -8,7 +8,8 @@ A prefix that lies on its own node or is hot in its engine costs nothing, one on
 computed; so a long match wins only until its worker's queue costs more than the match saves. Where every prompt begins
 alike, load still spreads.
 
-A decode worker pulls what isn't hot in its engine. One that has all whole chunks hot may do without prefill.
+A decode worker pulls what isn't hot in its engine. One that has all whole chunks hot may do without prefill, if it
+begins at once: what is hot now may be gone by the time that others have ended.
 """
 
 import zlib
@@ -85,7 +86,8 @@ def _decode(
         if prefills[0].worker.node != worker.node:
             handover_s += left_tokens * card.kv_bytes_per_token / costs.pull_bytes_per_s
         alone_s = (worker.queued_tokens + left_tokens) / (worker.prefill_tokens_per_s or costs.prefill_tokens_per_s)
-        is_alone = num_hot > 0 and left_tokens < card.chunk_tokens and alone_s <= handover_s
+        begins_now = not worker.num_waiting and (not worker.total_tokens or needed <= worker.free_tokens)
+        is_alone = begins_now and num_hot > 0 and left_tokens < card.chunk_tokens and alone_s <= handover_s
         cost_s += alone_s if is_alone else handover_s
     return DecodeChoice(worker=worker, cost_s=cost_s, num_hot=num_hot, is_alone=is_alone)
 
