@@ -5,6 +5,7 @@ from collections.abc import Sequence
 
 from halfmoon.bus.errors import BusError
 from halfmoon.chunks.plan import PlannedChunk
+from halfmoon.engine.contract import LoadFailed
 from halfmoon.schemas.ids import RequestId
 from halfmoon.schemas.kv_tier import ChunkSource, WantedChunk
 from halfmoon.worker.chunk_records import ChunkRecorder
@@ -61,8 +62,12 @@ class ChunkPuller:
         for (chunk, _), found in zip(run, acquired.chunks, strict=False):
             reading = await read_chunk(leases.pool, chunk, found)
             if reading.payload is not None:
-                await sequence.load(chunk.index, chunk.num_tokens, reading.payload)
-                reading = reading.after_use(leases.pool)
+                try:
+                    await sequence.load(chunk.index, chunk.num_tokens, reading.payload)
+                except LoadFailed as error:
+                    reading = reading.unusable(str(error))
+                else:
+                    reading = reading.after_use(leases.pool)
             self._recorder.acquired(request_id, chunk, found, reading.outcome, asked_ns=asked_ns, error=reading.detail)
             if reading.payload is None:
                 # Behind others it gets a second chance, by itself: the pool may have had no room for all at once.

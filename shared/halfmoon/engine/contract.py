@@ -50,6 +50,14 @@ class ModelUnsupported(EngineError):
     """The model can't be served by this engine; the message says why and what to use instead."""
 
 
+class LoadFailed(EngineError):
+    """A payload could not be copied in. Its positions aren't loaded; the sequence goes on without them."""
+
+    def __init__(self, index: int, reason: str) -> None:
+        super().__init__(f"chunk {index} could not be loaded: {reason}")
+        self.index = index
+
+
 class SequenceClosed(EngineError):
     """The sequence was closed while, or before, something ran for it."""
 
@@ -81,6 +89,8 @@ class SequenceSpec:
     num_loadable: int | None = None
     """Positions `[0, num_loadable)` may be loaded, no others. None: all but the last token's. An engine that schedules
     by itself has to know before the first chunk is there."""
+    has_sinks: bool = False
+    """Whether `prefill` will be called."""
     root: bytes = b""
     """Root of the chunk keys (`halfmoon.chunks.keys.Namespace`). What the engine caches by itself is shared only
     between sequences of one root, so that tenants stay apart there too."""
@@ -175,7 +185,8 @@ class Engine(Protocol):
     async def load(self, seq_id: str, index: int, num_tokens: int, payload: memoryview) -> None:
         """Copy one chunk's payload (`ModelCard.payload_bytes(num_tokens)` bytes) into the sequence's KV.
 
-        What is hot already is left as it is. Raises `SequenceClosed`; ValueError where the size or place is wrong.
+        What is hot already is left as it is. Raises `LoadFailed`, `SequenceClosed`; ValueError where the size or place
+        is wrong.
         """
         ...
 

@@ -6,7 +6,8 @@ from pathlib import Path
 from halfmoon.engine.contract import Engine, EngineError
 from halfmoon.models import ModelFolder, ModelFolderError
 
-ENGINES = ("torch", "sim")
+DEFAULT_KV_TOKENS = 16_384
+ENGINES = ("torch", "vllm", "sim")
 
 
 class EngineUnavailable(EngineError):
@@ -24,7 +25,13 @@ class EngineSettings:
     device: str = "auto"
     dtype: str = "auto"
     threads: int | None = None
-    kv_tokens: int = 16_384
+    kv_tokens: int | None = None
+    """None: 16,384; for `vllm` on a GPU, what its memory leaves."""
+    block_tokens: int | None = None
+    step_tokens: int | None = None
+    completion_reserve_tokens: int | None = 256
+    tensor_parallel: int = 1
+    vllm_args: str = ""
     sim_prefill_tokens_per_s: float = 20_000.0
     sim_decode_step_s: float = 0.02
     sim_load_s: float = 0.0
@@ -40,7 +47,7 @@ def build_engine(engine: str, settings: EngineSettings) -> Engine:
                 model=settings.model,
                 name=settings.name,
                 chunk_tokens=settings.chunk_tokens,
-                kv_tokens=settings.kv_tokens,
+                kv_tokens=settings.kv_tokens or DEFAULT_KV_TOKENS,
                 prefill_tokens_per_s=settings.sim_prefill_tokens_per_s,
                 decode_step_s=settings.sim_decode_step_s,
                 load_s=settings.sim_load_s,
@@ -61,7 +68,25 @@ def build_engine(engine: str, settings: EngineSettings) -> Engine:
                 device=settings.device,
                 dtype=settings.dtype,
                 threads=settings.threads,
+                kv_tokens=settings.kv_tokens or DEFAULT_KV_TOKENS,
+            )
+        )
+    if engine == "vllm":
+        from halfmoon.engine.vllm import VllmEngine, VllmEngineConfig
+
+        return VllmEngine(
+            VllmEngineConfig(
+                model=settings.model,
+                name=settings.name,
+                chunk_tokens=settings.chunk_tokens,
+                dtype=settings.dtype,
+                threads=settings.threads,
                 kv_tokens=settings.kv_tokens,
+                block_tokens=settings.block_tokens,
+                step_tokens=settings.step_tokens,
+                completion_reserve_tokens=settings.completion_reserve_tokens,
+                tensor_parallel=settings.tensor_parallel,
+                vllm_args=settings.vllm_args,
             )
         )
     raise EngineUnavailable(f"there is no engine {engine!r}; choose one of {', '.join(ENGINES)}")
@@ -76,7 +101,7 @@ def kv_bytes_per_token(engine: str, model: Path, dtype: str) -> int:
         from halfmoon.engine.sim.tokens import KV_BYTES_PER_TOKEN
 
         return KV_BYTES_PER_TOKEN
-    if engine != "torch":
+    if engine not in ("torch", "vllm"):
         raise EngineUnavailable(f"there is no engine {engine!r}; choose one of {', '.join(ENGINES)}")
     try:
         return ModelFolder.open(model).geometry.kv_bytes_per_token("float32" if dtype == "auto" else dtype)

@@ -18,7 +18,7 @@ import structlog
 from halfmoon.bus.errors import BusError, RemoteError
 from halfmoon.chunks.checksum import checksum
 from halfmoon.chunks.plan import PlannedChunk
-from halfmoon.engine.contract import ChunkSink, ChunkWritten
+from halfmoon.engine.contract import ChunkSink, ChunkWritten, LoadFailed
 from halfmoon.schemas.chunks import ChunkMeta, ChunkOutcome
 from halfmoon.schemas.ids import LeaseId, ModelName, RequestId, TenantId
 from halfmoon.schemas.kv_tier import ChunkSource, NewChunk, SlotRef, WantedChunk, WrittenChunk
@@ -151,7 +151,11 @@ class PromptComputer:
             if end <= num_hot:
                 continue
             if reading.payload is not None:
-                await sequence.load(reading.chunk.index, reading.chunk.num_tokens, reading.payload)
+                try:
+                    await sequence.load(reading.chunk.index, reading.chunk.num_tokens, reading.payload)
+                except LoadFailed as error:
+                    self._log.warning("cached chunk not loaded; computing it", error=str(error))
+                    return Hits(hits.readings[:place])
             if reading.after_use(leases.pool).payload is None:
                 return Hits(hits.readings[:place])
         return hits

@@ -21,6 +21,10 @@ class Reading:
     payload: memoryview | None
     detail: str = ""
 
+    def unusable(self, detail: str) -> "Reading":
+        """The same as a miss: it is there, but the engine could not take it."""
+        return Reading(chunk=self.chunk, found=self.found, outcome=ChunkOutcome.MISS, payload=None, detail=detail)
+
     def after_use(self, pool: PoolClient) -> "Reading":
         """The same, or a miss where the slot was freed meanwhile, so that other bytes may have been read."""
         if self.found.slot is None or self.payload is None or pool.holds(self.found.slot):
