@@ -1,6 +1,6 @@
 """One example of every message, with every field set: what golden bytes and round trips are made from."""
 
-from halfmoon.schemas import caches, chunks, kv_tier, members, model, rdma, registry, requests, splits, wire
+from halfmoon.schemas import caches, chunks, kv_tier, members, model, probes, rdma, registry, requests, splits, wire
 from halfmoon.schemas.ids import (
     ChunkKey,
     LeaseId,
@@ -211,6 +211,24 @@ EXAMPLES: tuple[wire.Message, ...] = (
     kv_tier.Report(key=KEY, slot=3, generation=7),
     kv_tier.Done(),
     kv_tier.Stats(),
+    probes.Probe(peer=NODE, num_bytes=4096, time_limit_s=0.5),
+    probes.Probed(
+        node=NODE,
+        epoch=EPOCH,
+        host="host-1",
+        now_ns=EPOCH + 1,
+        memory_dir="/dev/shm",
+        memory_total_bytes=8192,
+        memory_free_bytes=4096,
+        peer=NodeId("node-b"),
+        paths=(
+            probes.ProbedPath(
+                transport="tcp", is_usable=False, reason="it serves no tcp", gb_per_s=2.5, num_bytes=4096
+            ),
+        ),
+        chosen="tcp",
+        detail="node node-b does not answer",
+    ),
     POOL,
     rdma.RdmaHello(reader="node-b"),
     rdma.RdmaChallenge(node=NODE, epoch=EPOCH, nonce=bytes(32)),

@@ -6,6 +6,7 @@ the same host map, and other nodes read through a transport.
 
 from halfmoon.schemas.chunks import ChunkMeta, ChunkOutcome
 from halfmoon.schemas.ids import ChunkKey, LeaseId, NodeId, RequestId, WorkerId
+from halfmoon.schemas.probes import Probe, Probed
 from halfmoon.schemas.rdma import RdmaOffer
 from halfmoon.schemas.wire import Error, Message
 
@@ -220,7 +221,7 @@ class PoolStats(Message, frozen=True, tag="kvtier.pool.v1"):
     bytes_served: int = 0
 
 
-KvTierRequest = Describe | Acquire | Reserve | Commit | Release | Renew | Report | Stats
+KvTierRequest = Describe | Acquire | Reserve | Commit | Release | Renew | Report | Stats | Probe
 """The inbox of a kv-tier."""
 
-KvTierReply = NodeInfo | Acquired | Reserved | Committed | Renewed | Done | PoolStats | Error
+KvTierReply = NodeInfo | Acquired | Reserved | Committed | Renewed | Done | PoolStats | Probed | Error

@@ -168,6 +168,37 @@ def trace(
     raise typer.Exit(print_trace(Console(), common.data_dir / "traces.db", request_id, width))
 
 
+@app.command()
+def doctor(
+    *,
+    json: Annotated[bool, typer.Option("--json", help="Print what was found as JSON.")] = False,
+    measure: Annotated[
+        bool, typer.Option(help="Let each node read from each other, by every transport, for a second at most.")
+    ] = True,
+    nats_url: Annotated[
+        str | None, typer.Option(help="The cluster's NATS.", show_default="HALFMOON_NATS_URL, else this machine's")
+    ] = None,
+    data_dir: DataDir = None,
+) -> None:
+    """Look at a running cluster: broker, registry, members, clocks, memory, and how its nodes read from each other.
+
+    For each pair of nodes: which transports there are, which is chosen, why not the others, and the measured GB/s.
+    Exit code 1 where something is broken, such as a pair without any way.
+
+    halfmoon doctor                                       the system that runs on this machine
+
+    HALFMOON_NATS_URL=nats://10.0.0.5:4222 halfmoon doctor --json
+    """
+    from halfmoon.cli.doctor.command import run_doctor
+    from halfmoon.cli.doctor.examine import Effort
+
+    chosen: dict[str, object] = {} if data_dir is None else {"data_dir": data_dir}
+    if nats_url is not None:
+        chosen["nats_url"] = nats_url
+    effort = Effort() if measure else Effort(probe_bytes=0)
+    raise typer.Exit(run_doctor(_common(chosen), effort, Console(), as_json=json))
+
+
 @model_app.command("fetch")
 def fetch(data_dir: DataDir = None) -> None:
     """Get the default model, SmolLM2-135M-Instruct: 94 MB to download, 540 MB on disk. Done once."""

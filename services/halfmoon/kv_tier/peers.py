@@ -11,6 +11,8 @@ from halfmoon.schemas.kv_tier import (
     Acquire,
     Acquired,
     ChunkSource,
+    Commit,
+    Committed,
     Describe,
     Done,
     NodeInfo,
@@ -18,6 +20,9 @@ from halfmoon.schemas.kv_tier import (
     Renew,
     Renewed,
     Report,
+    Reserve,
+    Reserved,
+    WrittenChunk,
 )
 from halfmoon.tracing import Context, attached
 
@@ -47,15 +52,20 @@ class BusPeers:
         """How to reach the source's memory; its epoch may be another than the one that was asked about."""
         known = self._known.get(source.node)
         if known is None or known.epoch != source.epoch:
-            known = await call(
-                self._bus,
-                f"{subjects.kv_tier(source.node)}.describe",
-                Describe(),
-                NodeInfo,
-                timeout_s=_seconds_until(deadline_ns),
-            )
+            known = await self.ask(source.node, _seconds_until(deadline_ns))
             self._known[source.node] = known
         return known
+
+    async def ask(self, node: NodeId, timeout_s: float) -> NodeInfo:
+        """How to reach this node's memory now."""
+        return await call(self._bus, f"{subjects.kv_tier(node)}.describe", Describe(), NodeInfo, timeout_s=timeout_s)
+
+    async def reserve(self, node: NodeId, request: Reserve, timeout_s: float) -> Reserved:
+        return await call(self._bus, f"{subjects.kv_tier(node)}.reserve", request, Reserved, timeout_s=timeout_s)
+
+    async def commit(self, node: NodeId, lease_id: LeaseId, chunk: WrittenChunk, timeout_s: float) -> Committed:
+        request = Commit(lease_id=lease_id, chunks=(chunk,))
+        return await call(self._bus, f"{subjects.kv_tier(node)}.commit", request, Committed, timeout_s=timeout_s)
 
     async def acquire(self, node: NodeId, request: Acquire, deadline_ns: int, context: Context) -> Acquired:
         with attached(context):

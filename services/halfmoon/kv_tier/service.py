@@ -16,6 +16,7 @@ from halfmoon.kv_tier.events import Announcer, Outbox
 from halfmoon.kv_tier.memory import make_arena, slot_bytes_of
 from halfmoon.kv_tier.metrics import PathCollector, PoolCollector
 from halfmoon.kv_tier.peers import BusPeers
+from halfmoon.kv_tier.probe import Prober
 from halfmoon.kv_tier.pull import Puller
 from halfmoon.kv_tier.rdma import open_rdma
 from halfmoon.kv_tier.requests import Requests
@@ -27,6 +28,7 @@ from halfmoon.schemas.chunks import ChunkEvent, ChunkRegistered, NodeCleared
 from halfmoon.schemas.ids import NodeId
 from halfmoon.schemas.kv_tier import Acquire, Commit, Describe, NodeInfo, Release, Renew, Report, Reserve, Stats
 from halfmoon.schemas.members import MemberState, NodeHeartbeat
+from halfmoon.schemas.probes import Probe
 from halfmoon.schemas.rdma import RdmaConnect, RdmaDisconnect, RdmaGrant, RdmaHello
 from halfmoon.schemas.wire import Message
 from halfmoon.transport.choice import Paths
@@ -59,7 +61,6 @@ class KvTier:
         self._store: ChunkStore | None = None
         self._puller: Puller | None = None
         self._server: TcpServer | None = None
-        self._paths: Paths | None = None
         self._slot_bytes = 0
 
     @property
@@ -95,7 +96,7 @@ class KvTier:
             tcp_address=advertised(self._config, server.address),
             rdma=rdma.offer,
         )
-        paths = self._paths = Paths(make_transports(self._config, rdma.transport))
+        paths = Paths(make_transports(self._config, rdma.transport))
         self._undo.push_async_callback(paths.close)
         puller = self._puller = self._make_puller(store, paths)
         self._own(self._sweep(store, puller), "sweep")
@@ -118,7 +119,16 @@ class KvTier:
             acquire_timeout_s=self._config.acquire_timeout_s,
             bytes_served=lambda: server.bytes_served,
         )
-        await self._serve_bus(requests)
+        prober = Prober(
+            info,
+            store,
+            paths,
+            BusPeers(self._runtime.bus),
+            self._log,
+            holder=self._runtime.worker_id,
+            memory_dir=str(self._config.shm_dir),
+        )
+        await self._serve_bus(requests, prober)
         if rdma.server is not None:
             await self._serve_rdma(rdma.server)
         self._state = MemberState.SERVING
@@ -195,7 +205,7 @@ class KvTier:
         self._undo.push_async_callback(puller.close)
         return puller
 
-    async def _serve_bus(self, requests: Requests) -> None:
+    async def _serve_bus(self, requests: Requests, prober: Prober) -> None:
         record = self._record = await self._runtime.bus.add_service(
             "halfmoon-kv-tier", "0.1.0", "KV pool of one node", metadata={"node": self._node}
         )
@@ -208,6 +218,7 @@ class KvTier:
         await self._serve("release", Release, requests.release)
         await self._serve("renew", Renew, requests.renew)
         await self._serve("report", Report, requests.report)
+        await self._serve("probe", Probe, prober.probe)
 
     async def _serve_rdma(self, server: RdmaServer) -> None:
         await self._serve("rdma_hello", RdmaHello, lambda request, _: server.hello(request))
