@@ -6,7 +6,9 @@ NodeInfo as JSON, then lives until its input ends.
 
 import asyncio
 import contextlib
+import functools
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -32,15 +34,43 @@ from halfmoon.schemas.rdma import (
     RdmaHello,
 )
 from halfmoon.transport.protocol import ReadOutcome
+from halfmoon.transport.rdma.device import open_devices
 from halfmoon.transport.rdma.node import RdmaNode
 from halfmoon.transport.rdma.server import RdmaServer
-from support.pool_peer import GENERATION, GOOD_LEASE, NODE, NUM_SLOTS, SLOT_BYTES, payload
+from halfmoon.transport.rdma.verbs import RdmaUnavailable, load_verbs
 
+NODE = NodeId("peer")
 SECRET = "moon"
+SLOT_BYTES = 1 << 17
+NUM_SLOTS = 8
+GENERATION = 7
+GOOD_LEASE = LeaseId("lease-good")
+
+
+@functools.cache
+def no_device() -> str | None:
+    """Why there is no RDMA device here; None where there is one."""
+    try:
+        for device in open_devices(load_verbs(), (), None):
+            device.close()
+    except RdmaUnavailable as error:
+        return str(error)
+    return None
+
+
+@functools.cache
+def payload(slot: int, epoch: int = 1) -> bytes:
+    """What the peer holds in a slot: the same in every process."""
+    return random.Random(1000 * epoch + slot).randbytes(SLOT_BYTES)
+
+
+def own_arena(directory: Path) -> Arena:
+    """For the reader's end."""
+    return Arena.create(arena_path(directory, NodeId("reader"), 1), SLOT_BYTES, NUM_SLOTS)
 
 
 class RdmaPeer:
-    """An arena full of known bytes. Leases: one good one, for good; `leases` may be changed."""
+    """An arena full of known bytes. `leases` are those that it grants; with `trusting`, it grants whatever is asked."""
 
     def __init__(
         self,
@@ -49,13 +79,17 @@ class RdmaPeer:
         secret: str = SECRET,
         epoch: int = 1,
         windows: bool = True,
+        slot_bytes: int = SLOT_BYTES,
+        num_slots: int = NUM_SLOTS,
         idle_s: float = 120.0,
         max_connections: int = 64,
     ) -> None:
         self.leases = {GOOD_LEASE}
-        self.arena = Arena.create(arena_path(directory, NODE, epoch), SLOT_BYTES, NUM_SLOTS)
-        for slot in range(NUM_SLOTS):
-            self.arena.slot(slot)[:] = payload(slot, epoch)
+        self.trusting = False
+        self.arena = Arena.create(arena_path(directory, NODE, epoch), slot_bytes, num_slots)
+        for slot in range(num_slots):
+            content = payload(slot, epoch)
+            self.arena.slot(slot)[:] = content * (slot_bytes // len(content))
             self.arena.set_generation(slot, GENERATION)
         self.devices = RdmaNode.open(self.arena, windows=windows)
         self.server = RdmaServer(
@@ -73,12 +107,14 @@ class RdmaPeer:
             epoch=epoch,
             host="host-of-the-peer",
             arena_path=str(self.arena.path),
-            slot_bytes=SLOT_BYTES,
-            num_slots=NUM_SLOTS,
+            slot_bytes=slot_bytes,
+            num_slots=num_slots,
             rdma=self.devices.offer,
         )
 
     def authorize(self, lease_id: LeaseId, slot: int, generation: int, end: int) -> tuple[ReadOutcome, str] | None:
+        if self.trusting:
+            return None
         if self.arena.generation(slot) != generation:
             return ReadOutcome.STALE, f"slot {slot} is in another generation"
         return None if lease_id in self.leases else (ReadOutcome.REFUSED, f"no lease {lease_id}")
