@@ -4,6 +4,8 @@ Written against vLLM 0.32 (`vllm/distributed/kv_transfer/kv_connector/v1/base.py
 these is called.
 """
 
+import os
+import signal
 from typing import Any
 
 import torch
@@ -80,7 +82,7 @@ class HalfmoonConnector(KVConnectorBase_V1):  # type: ignore[misc]
                 str(copier.dtype).removeprefix("torch."),
             )
         )
-        link.start(self._worker.take)
+        link.start(self._worker.take, _end_process)
 
     def bind_connector_metadata(self, connector_metadata: StepMetadata) -> None:
         super().bind_connector_metadata(connector_metadata)
@@ -120,3 +122,8 @@ class HalfmoonConnector(KVConnectorBase_V1):  # type: ignore[misc]
         if self._scheduler is None:
             raise RuntimeError("this is the side of a rank; vLLM asks the scheduler's")
         return self._scheduler
+
+
+def _end_process() -> None:
+    """The worker that this serves was killed: nobody else would end vLLM's processes, which hold its memory."""
+    os.kill(os.getpid(), signal.SIGTERM)

@@ -52,6 +52,7 @@ from halfmoon.schemas.ids import ModelName
 from halfmoon.schemas.model import ModelCard
 
 _READY_S = 60.0
+_STOP_S = 10.0
 _DROP_S = 60.0
 """A step of a long prompt on a slow machine is over by then."""
 
@@ -237,7 +238,6 @@ class VllmEngine:
             await self.close(seq_id)
         self._num_blocks = self._num_free_blocks = 0
         await self._undo.aclose()
-        self._llm = None
 
     async def _launch(self, folder: ModelFolder, progress: Callable[[float], None]) -> list[Ready]:
         config = self._config
@@ -252,7 +252,7 @@ class VllmEngine:
         extra = {"socket": str(private / "orders"), "chunk_tokens": config.chunk_tokens}
         await self._follow_events(events)
         self._llm = await asyncio.to_thread(self._start_llm, folder, extra, events, progress)
-        self._undo.push_async_callback(asyncio.to_thread, self._llm.shutdown)
+        self._undo.push_async_callback(self._stop_llm)
         async with asyncio.timeout(_READY_S):
             return await channel.ready()
 
@@ -274,6 +274,15 @@ class VllmEngine:
             return AsyncLLM.from_engine_args(arguments)
         except Exception as error:
             raise EngineError(f"vLLM doesn't start: {type(error).__name__}: {error}") from error
+
+    async def _stop_llm(self) -> None:
+        """Its processes end by themselves, in time; before them the task that would report their end as a failure."""
+        llm, self._llm = self._llm, None
+        if llm.output_handler is not None:
+            llm.output_handler.cancel()
+            await asyncio.gather(llm.output_handler, return_exceptions=True)
+            llm.output_handler = None
+        await asyncio.to_thread(llm.shutdown, _STOP_S)
 
     def _submit(self, sequence: OpenSequence, num_loadable: int, *, has_sinks: bool) -> None:
         """Tell vLLM of the sequence, once."""

@@ -20,10 +20,11 @@ class Link:
         self._socket.settimeout(None)
         self._sending = threading.Lock()
         self._thread: threading.Thread | None = None
+        self._is_closed = False
 
-    def start(self, take: Callable[[Order], None]) -> None:
-        """Hand each order to `take`, until the engine goes or `close` is called."""
-        self._thread = threading.Thread(target=self._read, args=(take,), name="halfmoon-orders", daemon=True)
+    def start(self, take: Callable[[Order], None], lost: Callable[[], None]) -> None:
+        """Hand each order to `take`, until `close` is called. `lost` is told where the engine goes before that."""
+        self._thread = threading.Thread(target=self._read, args=(take, lost), name="halfmoon-orders", daemon=True)
         self._thread.start()
 
     def send(self, report: Report) -> None:
@@ -33,16 +34,19 @@ class Link:
 
     def close(self) -> None:
         """Idempotent."""
+        self._is_closed = True
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
         if self._thread is not None:
             self._thread.join()
         self._socket.close()
 
-    def _read(self, take: Callable[[Order], None]) -> None:
-        with self._socket.makefile("rb") as stream:
+    def _read(self, take: Callable[[Order], None], lost: Callable[[], None]) -> None:
+        with contextlib.suppress(OSError), self._socket.makefile("rb") as stream:
             while len(header := stream.read(LENGTH.size)) == LENGTH.size:
                 (length,) = LENGTH.unpack(header)
                 if length > MAX_FRAME_BYTES:
-                    return
+                    break
                 take(ORDERS.decode(stream.read(length)))
+        if not self._is_closed:
+            lost()
