@@ -1,5 +1,7 @@
 """Runs every measurement, one after the other, and writes docs/benchmarks.md. `make bench`; about ten minutes.
 
+`python -m benchmarks transports` measures these alone, and replaces their section.
+
 Let nothing else run meanwhile: comparisons are made side by side in one run, but absolute figures are the machine's.
 """
 
@@ -17,7 +19,7 @@ from typing import Any
 
 from rich.console import Console
 
-from benchmarks import system, transport_bandwidth
+from benchmarks import system, transport_bandwidth, transport_page
 
 PAGE = Path(__file__).parents[1] / "docs" / "benchmarks.md"
 AIMS = {
@@ -41,7 +43,7 @@ def measure_engine(threads: int, rounds: int) -> dict[str, Any]:
 def page(
     engines: Sequence[dict[str, Any]],
     figures: system.SystemFigures,
-    bandwidths: Sequence[transport_bandwidth.Bandwidth],
+    bandwidths: transport_bandwidth.Figures,
 ) -> str:
     lines = [
         "# Benchmarks",
@@ -101,17 +103,7 @@ def page(
         f"| cached on the prefill worker's node | {figures.local_ms:,.0f} | {_share(figures.local_ms, figures)} |",
         f"| cached on another node | {figures.remote_ms:,.0f} | {_share(figures.remote_ms, figures)} |",
         "",
-        "## Moving chunks between two processes",
-        "",
-        "64 chunks of 4 MiB into a touched, page-aligned arena; GB/s, medians. Verified: with the checksum that a pool "
-        "checks.",
-        "",
-        "| | batches at once | plain | verified |",
-        "|---|---|---|---|",
-    ]
-    lines += [
-        f"| {found.transport} | {found.at_once} | {found.plain_gb_per_s:.1f} | {found.verified_gb_per_s:.1f} |"
-        for found in bandwidths
+        *transport_page.section(bandwidths),
     ]
     return "\n".join(lines) + "\n"
 
@@ -129,6 +121,14 @@ def _processor() -> str:
 
 def main() -> None:
     console = Console()
+    if sys.argv[1:] == ["transports"]:
+        with console.status("the transports"):
+            lines = transport_page.section(transport_bandwidth.run())
+        PAGE.write_text(transport_page.replaced(PAGE.read_text(), transport_page.HEADING, lines))
+        console.print("\n".join(lines), markup=False, highlight=False)
+        return
+    if sys.argv[1:]:
+        sys.exit(f"no measurement is called {' '.join(sys.argv[1:])!r}: say `transports`, or nothing for all")
     with console.status("the engine, one thread, then all") as status:
         engines = [measure_engine(1, 5), measure_engine(os.cpu_count() or 1, 3)]
         status.update("the system")

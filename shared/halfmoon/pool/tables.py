@@ -9,6 +9,7 @@ whether the slot still holds what was leased. A lease's token is a hash of its i
 lease whose bucket is full is unlisted: readers learn how many those are, and that they can't be told apart from none.
 """
 
+import functools
 import hashlib
 from collections.abc import Iterator
 
@@ -104,6 +105,7 @@ class ArenaTables:
         return slot
 
 
+@functools.lru_cache(maxsize=1024)
 def _token(lease_id: LeaseId) -> int:
     """A hash that is the same in every process, and never 0."""
     return int.from_bytes(hashlib.blake2b(lease_id.encode(), digest_size=8).digest(), "little") | 1

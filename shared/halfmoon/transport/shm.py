@@ -7,7 +7,6 @@ That guards against mistakes. A process that may open the file can read it all; 
 
 import asyncio
 import itertools
-import os
 import threading
 import time
 from collections import Counter
@@ -32,15 +31,15 @@ class ShmTransport:
 
     name = "shm"
 
-    def __init__(self, host: str, *, max_mapped: int = 16, max_threads: int | None = None) -> None:
+    def __init__(self, host: str, *, max_mapped: int = 16, max_threads: int = 4) -> None:
         """`host`: this process's label. `max_mapped`: arenas kept mapped; the one mapped first makes room.
 
-        `max_threads` copy at once, for all reads together: one per core by default, and no more than 4, which
-        saturate the memory of most machines.
+        `max_threads` copy at once, for all reads together. Few saturate a machine's memory; more than its cores are of
+        use where the event loop is busy, since each waits for the interpreter lock between two copies.
         """
         self._host = host
         self._max_mapped = max_mapped
-        self._max_threads = max_threads or min(4, os.cpu_count() or 1)
+        self._max_threads = max_threads
         self._threads = ThreadPoolExecutor(self._max_threads, thread_name_prefix="shm-copy")
         self._arenas: dict[str, Arena] = {}
         self._in_use: Counter[str] = Counter()
