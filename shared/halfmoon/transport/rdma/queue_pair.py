@@ -13,8 +13,9 @@ _MAX_READS = 16
 """On their way at once, where both devices can do as many. More gains nothing once the wire is full."""
 _TIMEOUT_CODE = 15
 """An answer is waited for 4.096 µs · 2^15 = 134 ms, and then asked for again."""
-_RETRIES = 7
-"""So a peer that is silent for about a second is taken for dead."""
+_RETRIES = 6
+"""So a peer that is silent for about a second is taken for dead. Not 7, the most: Soft-RoCE reads that as for ever."""
+_NOT_READY_RETRIES = 7
 _POLL_AT_ONCE = 32
 _BIND_S = 5.0
 _HOP_LIMIT = 64
@@ -99,7 +100,7 @@ class QueuePair:
         attributes.max_dest_rd_atomic = min(_MAX_READS, own.max_reads)
         attributes.timeout = _TIMEOUT_CODE
         attributes.retry_cnt = _RETRIES
-        attributes.rnr_retry = _RETRIES
+        attributes.rnr_retry = _NOT_READY_RETRIES
         attributes.min_rnr_timer = 12
         try:
             attributes.ah_attr = verbs.addr.AHAttr(
