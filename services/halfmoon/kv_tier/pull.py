@@ -33,8 +33,8 @@ from halfmoon.transport.protocol import SliceRead, SliceResult
 
 _NEVER_NS = 2**62
 _RELEASE_TIMEOUT_S = 2.0
-_READ_MARGIN_NS = 20_000_000
-"""A read ends this much before its flight is given up: what hung is known then, and remembered."""
+_READ_SHARE = 0.95
+"""Of the time that is left: a read ends before its flight is given up, so that what hung is known, and remembered."""
 _IN_PLACE = "shm"
 """The transport whose peers' arenas can be mapped here."""
 
@@ -136,7 +136,8 @@ class Puller:
         except TimeoutError:
             if request in flight.waiting:
                 flight.waiting.remove(request)
-            return flight.missed_as(ChunkOutcome.MISS, "the deadline came before the chunk")
+            asked = ", ".join(sorted(source.node for source in flight.tried)) or "none"
+            return flight.missed_as(ChunkOutcome.MISS, f"the deadline came before the chunk did (nodes asked: {asked})")
         if result.slot is None:
             return result
         lease = self._store.ledger.leases.get(request.lease_id)
@@ -198,11 +199,12 @@ class Puller:
         self._store.ledger.open_lease(own_lease, self._holder, request.request_id, _NEVER_NS)
         try:
             arrivals = self._stage(own_lease, source, flights, acquired)
+            now_ns = time.time_ns()
             results = await self._paths.read(
                 info,
                 acquired.lease_id,
                 [arrival.read for arrival in arrivals],
-                deadline_ns=request.deadline_ns - _READ_MARGIN_NS,
+                deadline_ns=now_ns + int(_READ_SHARE * (request.deadline_ns - now_ns)),
             )
             for arrival, (result, transport) in zip(arrivals, results, strict=True):
                 await self._land(own_lease, source, arrival, result, transport)
