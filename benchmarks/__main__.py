@@ -1,6 +1,6 @@
 """Runs every measurement, one after the other, and writes docs/benchmarks.md. `make bench`; about ten minutes.
 
-`python -m benchmarks transports` measures these alone, and replaces their section.
+`python -m benchmarks transports` measures these alone, and replaces their section; so does `… overlap`.
 
 Let nothing else run meanwhile: comparisons are made side by side in one run, but absolute figures are the machine's.
 """
@@ -11,7 +11,7 @@ import platform
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import date
 from importlib.metadata import version
 from pathlib import Path
@@ -19,7 +19,7 @@ from typing import Any
 
 from rich.console import Console
 
-from benchmarks import system, transport_bandwidth, transport_page
+from benchmarks import overlap, system, transport_bandwidth, transport_page
 
 PAGE = Path(__file__).parents[1] / "docs" / "benchmarks.md"
 AIMS = {
@@ -44,6 +44,7 @@ def page(
     engines: Sequence[dict[str, Any]],
     figures: system.SystemFigures,
     bandwidths: transport_bandwidth.Figures,
+    overlaps: Sequence[overlap.Overlap],
 ) -> str:
     lines = [
         "# Benchmarks",
@@ -104,8 +105,25 @@ def page(
         f"| cached on another node | {figures.remote_ms:,.0f} | {_share(figures.remote_ms, figures)} |",
         "",
         *transport_page.section(bandwidths),
+        "",
+        *overlap.section(overlaps),
     ]
     return "\n".join(lines) + "\n"
+
+
+def measure_alone(name: str, console: Console) -> None:
+    """One section anew, in the page that is there."""
+    sections: dict[str, tuple[str, Callable[[], list[str]]]] = {
+        "transports": (transport_page.HEADING, lambda: transport_page.section(transport_bandwidth.run())),
+        "overlap": (overlap.HEADING, lambda: overlap.section(overlap.measure())),
+    }
+    if name not in sections:
+        sys.exit(f"no measurement is called {name!r}: say one of {', '.join(sections)}, or nothing for all")
+    heading, measure = sections[name]
+    with console.status(name):
+        lines = measure()
+    PAGE.write_text(transport_page.replaced(PAGE.read_text(), heading, lines))
+    console.print("\n".join(lines), markup=False, highlight=False)
 
 
 def _share(ms: float, figures: system.SystemFigures) -> str:
@@ -121,21 +139,18 @@ def _processor() -> str:
 
 def main() -> None:
     console = Console()
-    if sys.argv[1:] == ["transports"]:
-        with console.status("the transports"):
-            lines = transport_page.section(transport_bandwidth.run())
-        PAGE.write_text(transport_page.replaced(PAGE.read_text(), transport_page.HEADING, lines))
-        console.print("\n".join(lines), markup=False, highlight=False)
-        return
     if sys.argv[1:]:
-        sys.exit(f"no measurement is called {' '.join(sys.argv[1:])!r}: say `transports`, or nothing for all")
+        measure_alone(" ".join(sys.argv[1:]), console)
+        return
     with console.status("the engine, one thread, then all") as status:
         engines = [measure_engine(1, 5), measure_engine(os.cpu_count() or 1, 3)]
         status.update("the system")
         figures = system.measure()
         status.update("the transports")
         bandwidths = transport_bandwidth.run()
-    text = page(engines, figures, bandwidths)
+        status.update("the hand-over")
+        overlaps = overlap.measure()
+    text = page(engines, figures, bandwidths, overlaps)
     PAGE.write_text(text)
     console.print(text, markup=False, highlight=False)
 
