@@ -22,6 +22,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(VllmTests(config.getoption("--require-vllm")))
+    if missing("vllm") is None:
+        # vLLM's own, found when the interpreter ends.
+        config.addinivalue_line("filterwarnings", "ignore:Unclosed context:ResourceWarning")
+        config.addinivalue_line("filterwarnings", "ignore:Exception ignored in. .function Context.__del__")
+
+
+_VLLM_WARNINGS = ("DeprecationWarning", "FutureWarning", "UserWarning")
+"""What vLLM, and what it imports, says of itself."""
 
 
 class VllmTests:
@@ -33,10 +41,12 @@ class VllmTests:
 
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
         reason = missing("vllm")
-        if reason is not None:
-            for item in items:
-                if item.get_closest_marker("vllm"):
+        for item in items:
+            if item.get_closest_marker("vllm"):
+                if reason is not None:
                     item.add_marker(pytest.mark.skip(reason=reason))
+                for warning in _VLLM_WARNINGS:
+                    item.add_marker(pytest.mark.filterwarnings(f"ignore::{warning}"))
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         if report.when == "call" and report.passed and "vllm" in report.keywords:

@@ -40,3 +40,5 @@ class StepMetadata(KVConnectorMetadata):  # type: ignore[misc]
     progress: list[Progress] = field(default_factory=list)
     kept: list[str] = field(default_factory=list)
     """Finished requests whose blocks stay until this rank reports that it has copied them."""
+    is_empty: bool = False
+    """The model computes nothing in this step: vLLM only asks whether a load or a copy has ended."""

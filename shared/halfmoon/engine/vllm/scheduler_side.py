@@ -60,6 +60,7 @@ class SchedulerSide:
         cached = scheduled.scheduled_cached_reqs
         before.update(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
         metadata, self._next = self._next, StepMetadata()
+        metadata.is_empty = scheduled.total_num_scheduled_tokens == 0
         for request_id, (seq, block_ids) in self._unloaded.items():
             # Computed at once, from behind what was hot.
             num_hot = before.get(request_id, 0)

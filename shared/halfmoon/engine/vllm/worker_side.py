@@ -30,6 +30,8 @@ from halfmoon.engine.vllm.messages import (
 )
 from halfmoon.engine.vllm.metadata import Binding, Progress, StepMetadata
 
+_PAUSE_S = 0.005
+"""A step without work lasts this long, unless something ends before. It holds up new requests as long, at most."""
 _MAX_UNBOUND = 4096
 """Dropped sequences remembered, that vLLM may or may not bind yet."""
 
@@ -65,9 +67,19 @@ class _Sequence:
         return self.binding is not None and self.binding.is_loading and not self.is_load_reported
 
     @property
-    def is_idle(self) -> bool:
-        """Nothing is left to copy: all came and was done, or nobody wants it any more."""
-        return self.num_copies == 0 and (self.is_dropped or (self.have_sinks_come and not self.sinks))
+    def has_ended(self) -> bool:
+        return self.has_load_ended or self.have_copies_ended
+
+    @property
+    def has_load_ended(self) -> bool:
+        """And vLLM hasn't been told of it."""
+        return self.is_loading and self.num_copies == 0 and (self.is_dropped or self.filled is not None)
+
+    @property
+    def have_copies_ended(self) -> bool:
+        """Nothing is left to copy, all came and was done, or nobody wants it any more; and vLLM waits to be told."""
+        is_done = self.is_dropped or (self.have_sinks_come and not self.sinks)
+        return self.is_kept and self.num_copies == 0 and is_done
 
 
 class WorkerSide:
@@ -86,6 +98,8 @@ class WorkerSide:
         self._chunk_tokens = chunk_tokens
         self._block_tokens = block_tokens
         self._lock = threading.Lock()
+        self._news = threading.Condition(self._lock)
+        """Something may have ended that vLLM waits for."""
         self._sequences: dict[int, _Sequence] = {}
         self._by_request: dict[str, _Sequence] = {}
         self._invalid_blocks: set[int] = set()
@@ -117,6 +131,7 @@ class WorkerSide:
                         self._save_computed(sequence)
                 case Filled():
                     sequence.filled = order.num_tokens
+                    self._news.notify()
                 case Drop():
                     self._drop(sequence)
                 case _:
@@ -143,6 +158,9 @@ class WorkerSide:
                 if sequence is not None:
                     sequence.computed = computed
                     self._advance(sequence, progress)
+            if metadata.is_empty and not any(each.has_ended for each in self._by_request.values()):
+                # vLLM would ask again at once, and keep a core busy with asking.
+                self._news.wait(_PAUSE_S)
 
     def take_results(self, finished: set[str]) -> tuple[set[str], set[str]]:
         """Requests whose kept blocks may be freed, and requests whose load has ended. Each is named once."""
@@ -153,10 +171,10 @@ class WorkerSide:
             copied: set[str] = set()
             loaded: set[str] = set()
             for request_id, sequence in list(self._by_request.items()):
-                if sequence.is_loading and self._has_load_ended(sequence):
+                if sequence.has_load_ended:
                     self._end_load(sequence)
                     loaded.add(request_id)
-                if sequence.is_kept and sequence.is_idle:
+                if sequence.have_copies_ended:
                     sequence.is_kept = False
                     copied.add(request_id)
                 self._forget(sequence)
@@ -205,6 +223,7 @@ class WorkerSide:
                     error = f"{type(failure).__name__}: {failure}"
             with self._lock:
                 sequence.num_copies -= 1
+                self._news.notify()
                 if error:
                     sequence.failed_at = start if sequence.failed_at is None else min(start, sequence.failed_at)
             self._send(Loaded(order.seq, order.load, error))
@@ -245,6 +264,7 @@ class WorkerSide:
                     error = f"{type(failure).__name__}: {failure}"
             with self._lock:
                 sequence.num_copies -= 1
+                self._news.notify()
             self._send(Written(sequence.seq, sink.index, started_ns, time.time_ns(), is_hot, error))
 
         self._copies.put(copy)
@@ -259,15 +279,13 @@ class WorkerSide:
 
     def _drop(self, sequence: _Sequence) -> None:
         sequence.is_dropped = True
+        self._news.notify()
         sequence.waiting.clear()
         sequence.sinks.clear()
         self._copies.put(lambda: self._send(Dropped(sequence.seq)))
         unbound = [each for each in self._sequences.values() if each.is_dropped and each.binding is None]
         for oldest in unbound[:-_MAX_UNBOUND]:
             del self._sequences[oldest.seq]
-
-    def _has_load_ended(self, sequence: _Sequence) -> bool:
-        return sequence.num_copies == 0 and (sequence.is_dropped or sequence.filled is not None)
 
     def _end_load(self, sequence: _Sequence) -> None:
         binding = sequence.binding
