@@ -545,6 +545,11 @@ async def test_heartbeat_metrics_and_spans_tell_what_happened(pair: tuple[Node, 
     text = generate_latest(second.metrics.registry).decode()
     assert f"halfmoon_kvtier_pulled_bytes_total {float(CHUNK_BYTES)}" in text
     assert 'halfmoon_kvtier_slots{state="leased"} 1.0' in text
+    path = f'{{peer="node-a",transport="{transport}"}}'
+    assert f"halfmoon_kvtier_path_bytes_total{path} {float(CHUNK_BYTES)}" in text
+    assert f"halfmoon_kvtier_path_failures_total{path} 0.0" in text
+    assert f"halfmoon_kvtier_path_set_asides_total{path} 0.0" in text
+    assert f"halfmoon_kvtier_path_set_aside{path} 0.0" in text
     await until(lambda: {"kvtier.acquire", "kvtier.transfer"} <= {s.name for s in second.spans.get_finished_spans()})
     spans = {span.name: span for span in second.spans.get_finished_spans()}
     moved = dict(spans["kvtier.transfer"].attributes or {})

@@ -293,3 +293,14 @@ def test_any_part_of_a_request_can_be_drawn(lost: set[int], width: int, skew_ms:
     assert sum(row.kind is not RowKind.MARK for row in waterfall.rows) == len(found)
     assert all(row.start_ms >= 0 or row.kind is RowKind.MARK for row in waterfall.rows)
     assert all(len(line) <= max(width, 60) for line in render(waterfall, width).splitlines())
+
+
+def test_a_chunk_that_was_read_in_place_says_so() -> None:
+    script = Script()
+    gateway = script.span(n.GATEWAY_REQUEST, 0, 40)
+    moved: dict[str, Value] = {"source": "node-a", "destination": "node-b", "transport": "shm", "bytes": MB_11_8}
+    script.chunk(0, 5, 5, gateway, "hit_remote", in_place=True, **moved)
+    script.chunk(1, 6, 8, gateway, "hit_remote", **moved)
+    shown = render(build(script.spans, "req-1"), 120)
+    assert "hit_remote node-a→node-b shm in place 11.8 MB" in shown
+    assert "hit_remote node-a→node-b shm 11.8 MB" in shown

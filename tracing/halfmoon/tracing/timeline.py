@@ -265,7 +265,7 @@ def _detail(span: SpanRecord) -> str:
 
 
 def _chunk_detail(span: SpanRecord, num_bytes: int, queue_wait_ms: float | None) -> str:
-    """`hit_remote node-b→node-a tcp 1.5 MB`, as far as it is known."""
+    """`hit_remote node-b→node-a tcp 1.5 MB`, or `… shm in place 1.5 MB`, as far as it is known."""
     source, destination = _text(span, a.CHUNK_SOURCE), _text(span, a.CHUNK_DESTINATION)
     places = [place for place in dict.fromkeys((source, destination)) if place]
     tier, outcome = _text(span, a.CHUNK_TIER), _text(span, a.CHUNK_OUTCOME)
@@ -274,6 +274,7 @@ def _chunk_detail(span: SpanRecord, num_bytes: int, queue_wait_ms: float | None)
         "→".join(places),
         tier if tier != outcome else None,
         _text(span, a.CHUNK_TRANSPORT),
+        "in place" if span.attributes.get(a.CHUNK_IN_PLACE) else None,
         _bytes_text(num_bytes) if num_bytes else None,
         f"queued {queue_wait_ms:.1f} ms" if queue_wait_ms is not None and queue_wait_ms >= 0.05 else None,
     ]
@@ -281,7 +282,7 @@ def _chunk_detail(span: SpanRecord, num_bytes: int, queue_wait_ms: float | None)
 
 
 def _fate(span: SpanRecord) -> tuple[object, ...]:
-    told = (a.CHUNK_OUTCOME, a.CHUNK_SOURCE, a.CHUNK_DESTINATION, a.CHUNK_TRANSPORT, a.CHUNK_TIER)
+    told = (a.CHUNK_OUTCOME, a.CHUNK_SOURCE, a.CHUNK_DESTINATION, a.CHUNK_TRANSPORT, a.CHUNK_IN_PLACE, a.CHUNK_TIER)
     return (span.status_message, *(span.attributes.get(name) for name in told))
 
 
