@@ -10,6 +10,7 @@ import pytest
 from halfmoon.bus.endpoint import call
 from halfmoon.bus.memory import MemoryBroker
 from halfmoon.chunks.plan import PlannedChunk
+from halfmoon.memory import Place, place_of
 from halfmoon.pool import PoolClient
 from halfmoon.schemas import subjects
 from halfmoon.schemas.chunks import ChunkOutcome
@@ -80,9 +81,8 @@ async def test_a_reader_gets_the_sources_own_slots_and_no_byte_moves(pair: tuple
         assert (chunk.num_bytes_moved, chunk.slot.arena.node) == (0, NodeId("node-a"))
         assert bytes(second.client.payload(chunk.slot)) == content_of(name)
         assert second.client.holds(chunk.slot)
-        path, offset = second.client.locate(chunk.slot)
-        assert path == first.client.arena.path
-        assert path.read_bytes()[offset : offset + CHUNK_BYTES] == content_of(name)
+        place = place_of(second.client.payload(chunk.slot))
+        assert place == Place(first.client.arena.path, chunk.slot.slot * SLOT_BYTES, CHUNK_BYTES)
     assert slots_of(second) == (8, 0, 0, 0)
     assert slots_of(first) == (6, 0, 0, 2)
     assert (await second.client.stats()).bytes_pulled == 0
@@ -98,17 +98,6 @@ async def test_a_reader_gets_the_sources_own_slots_and_no_byte_moves(pair: tuple
     await until(lambda: len(facts()) == 2, what="both are told")
     assert [each[attributes.CHUNK_IN_PLACE] for each in facts()] == [True, True]
     assert [each[attributes.CHUNK_TRANSPORT] for each in facts()] == ["shm", "shm"]
-
-
-async def test_an_own_slot_is_located_too(pair: tuple[Node, Node]) -> None:
-    first, _ = pair
-    await written(first, "a")
-    acquired = await first.client.acquire(REQUEST, first.wanted("a"))
-    slot = acquired.chunks[0].slot
-    assert slot is not None
-    path, offset = first.client.locate(slot)
-    assert (path, offset) == (first.client.arena.path, slot.slot * SLOT_BYTES)
-    assert path.read_bytes()[offset : offset + CHUNK_BYTES] == content_of("a")
 
 
 async def test_a_handed_over_partial_chunk_is_freed_when_both_have_let_go(pair: tuple[Node, Node]) -> None:
@@ -278,7 +267,7 @@ async def test_the_arena_of_a_node_that_has_gone_is_let_go(broker: MemoryBroker,
             await written(first, "a")
             slot = (await acquire(second, first, "a")).chunks[0].slot
             assert slot is not None
-        assert not second.client.holds(slot) or len(second.client._neighbours) == 1
-        second.client._neighbours.forget_dead()
+        assert len(second.client._neighbours) == 1
+        await second.client.acquire(REQUEST, second.wanted("b"), keep=False)
         assert len(second.client._neighbours) == 0
         assert not second.client.holds(slot)

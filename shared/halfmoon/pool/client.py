@@ -144,6 +144,7 @@ class PoolClient:
             keep=keep,
             in_place=self._reads_neighbours and not keep,
         )
+        self._neighbours.forget_dead()
         acquired = await self._acquire(request, deadline_ns)
         try:
             for chunk in acquired.chunks:
@@ -209,12 +210,6 @@ class PoolClient:
         if slot.arena is not None:
             return self._neighbours.generation(slot.arena, slot.slot) == slot.generation
         return self.arena.generation(slot.slot) == slot.generation
-
-    def locate(self, slot: SlotRef) -> tuple[Path, int]:
-        """The file in which the slot lies, and at which byte: for an engine that maps it in a process of its own."""
-        if slot.arena is not None:
-            return Path(slot.arena.path), slot.slot * slot.arena.slot_bytes
-        return self.arena.path, slot.slot * self.arena.slot_bytes
 
     async def close(self) -> None:
         """Stop renewing, give back what is open, and unmap."""
