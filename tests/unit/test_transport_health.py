@@ -126,3 +126,25 @@ def test_the_table_is_bounded() -> None:
         table.begin(NodeId(f"node-{number}"), 1, TCP)
     assert len(table.paths()) <= 1024
     assert (NodeId("node-4999"), TCP) in table.paths()
+
+
+@given(st.lists(st.tuples(st.sampled_from(["ok", "fail", "slow", "cancel"]), st.integers(0, 40)), max_size=60))
+def test_whatever_happens_a_path_comes_back_within_its_longest_pause(events: list[tuple[str, int]]) -> None:
+    table, now_ns = HealthTable(Backoff(first_s=0.25, max_s=8.0)), 0
+    for event, pause_s in events:
+        now_ns += pause_s * S
+        if table.set_aside(*AT, now_ns=now_ns) is None:
+            table.begin(*AT)
+            if event == "ok":
+                table.succeeded(*AT, num_bytes=1, elapsed_ns=1)
+            elif event == "fail":
+                table.failed(*AT, "f", now_ns=now_ns, jitter=0.5)
+            elif event == "slow":
+                table.timed_out(*AT, "s", now_ns=now_ns, elapsed_ns=S, jitter=0.5)
+            else:
+                table.gave_up(*AT)
+            if event == "ok":
+                assert table.set_aside(*AT, now_ns=now_ns) is None
+            if event == "fail":
+                assert table.set_aside(*AT, now_ns=now_ns) is not None
+        assert table.set_aside(*AT, now_ns=now_ns + 8 * S) is None
