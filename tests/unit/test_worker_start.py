@@ -128,7 +128,7 @@ async def test_chunks_that_do_not_fit_the_pool_are_said_plainly(tmp_path: Path) 
 def test_settings_that_make_no_engine_are_refused(tmp_path: Path) -> None:
     with pytest.raises(StartupError, match="no model is set"):
         build_engine(PrefillConfig(node="node-a"))
-    with pytest.raises(StartupError, match=r"no engine 'warp'; choose one of torch, sim"):
+    with pytest.raises(StartupError, match=r"no engine 'warp'; choose one of torch, vllm, sim"):
         build_engine(PrefillConfig(node="node-a", model=tmp_path, engine="warp"))
 
 
