@@ -1,6 +1,9 @@
 """The shape of the tree, as far as no other tool holds it."""
 
+import tomllib
 from pathlib import Path
+
+from halfmoon.lifecycle import VERSION
 
 ROOT = Path(__file__).parents[2]
 SOURCE_ROOTS = ("schemas", "tracing", "shared", "services")
@@ -44,3 +47,8 @@ def test_life_cycles_and_policies_are_pure() -> None:
             text = (ROOT / "services" / "halfmoon" / service / f"{name}.py").read_text()
             for word in ("import asyncio", "import time", "import random", "import secrets", "await ", "async def"):
                 assert word not in text, f"{service}/{name}.py: {word}"
+
+
+def test_the_version_is_the_packages() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert project["version"] == VERSION

@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 
 from halfmoon.cli.catalogue import Channel, channels, summary, tag
+from halfmoon.lifecycle import VERSION
 
 
 def document() -> str:
@@ -27,7 +28,7 @@ def document() -> str:
         "asyncapi": "3.0.0",
         "info": {
             "title": "halfmoon",
-            "version": "0.1.0",
+            "version": VERSION,
             "description": "Messages between halfmoon's services and its clients, over NATS. MessagePack; `type` is "
             "the tag. Requests may also be JSON. Trace context (W3C traceparent) and halfmoon-deadline are headers.",
         },

@@ -24,12 +24,10 @@ from halfmoon.conductor.policy import Costs
 from halfmoon.conductor.requests import OpenRequests
 from halfmoon.conductor.speaker import Speaker
 from halfmoon.conductor.texts import Texts
-from halfmoon.lifecycle import Runtime, StartupError
+from halfmoon.lifecycle import VERSION, Runtime, StartupError
 from halfmoon.schemas import subjects
 from halfmoon.schemas.members import HEARTBEAT_INTERVAL_S, MemberState, ServiceHeartbeat
 from halfmoon.text import TextError
-
-VERSION = "0.1.0"
 
 
 class Conductor:

@@ -18,7 +18,7 @@ from halfmoon.decode.policy import refusal
 from halfmoon.decode.pull import ChunkPuller
 from halfmoon.decode.state import HalfState
 from halfmoon.engine.contract import Engine
-from halfmoon.lifecycle import Runtime, StartupError
+from halfmoon.lifecycle import VERSION, Runtime, StartupError
 from halfmoon.schemas import subjects
 from halfmoon.schemas.ids import TransferId
 from halfmoon.schemas.members import MemberState, WorkerHeartbeat
@@ -44,7 +44,6 @@ from halfmoon.worker.prompt import PromptComputer
 from halfmoon.worker.recent import RecentTransfers
 from halfmoon.worker.station import Station
 
-VERSION = "0.1.0"
 EARLY_SWEEP_S = 0.5
 STOPPING = "this worker stops; send the request again"
 

@@ -22,7 +22,7 @@ from halfmoon.kv_tier.rdma import open_rdma
 from halfmoon.kv_tier.requests import Requests
 from halfmoon.kv_tier.store import ChunkStore
 from halfmoon.kv_tier.transports import advertised, authorizer, make_transports, serve_tcp
-from halfmoon.lifecycle.runtime import Runtime, StartupError
+from halfmoon.lifecycle import VERSION, Runtime, StartupError
 from halfmoon.schemas import subjects
 from halfmoon.schemas.chunks import ChunkEvent, ChunkRegistered, NodeCleared
 from halfmoon.schemas.ids import NodeId
@@ -207,7 +207,7 @@ class KvTier:
 
     async def _serve_bus(self, requests: Requests, prober: Prober) -> None:
         record = self._record = await self._runtime.bus.add_service(
-            "halfmoon-kv-tier", "0.1.0", "KV pool of one node", metadata={"node": self._node}
+            "halfmoon-kv-tier", VERSION, "KV pool of one node", metadata={"node": self._node}
         )
         self._undo.push_async_callback(record.stop)
         await self._serve("describe", Describe, requests.describe)

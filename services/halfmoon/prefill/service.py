@@ -9,7 +9,7 @@ from halfmoon.bus.errors import RemoteError
 from halfmoon.bus.protocol import ServiceRecord
 from halfmoon.chunks.plan import plan_chunks
 from halfmoon.engine.contract import Engine
-from halfmoon.lifecycle import Runtime
+from halfmoon.lifecycle import VERSION, Runtime
 from halfmoon.prefill.config import PrefillConfig
 from halfmoon.prefill.half import Parts, PrefillRun
 from halfmoon.prefill.metrics import PrefillMetrics
@@ -34,7 +34,6 @@ from halfmoon.worker.station import Station
 Key = tuple[TransferId, int]
 """A transfer, and the attempt at it."""
 
-VERSION = "0.1.0"
 STOPPING = "this worker stops; the prompt is computed elsewhere"
 
 

@@ -3,7 +3,6 @@
 import asyncio
 import os
 from collections.abc import Awaitable, Callable, Coroutine
-from importlib.metadata import version
 from pathlib import Path
 from typing import Final, TypeVar
 
@@ -11,7 +10,7 @@ from halfmoon.bus.endpoint import Endpoint, Envelope, serve
 from halfmoon.bus.errors import BusError, BusUnavailable, RemoteError
 from halfmoon.bus.protocol import ServiceRecord
 from halfmoon.bus.streams import CHUNKS
-from halfmoon.lifecycle import Runtime, StartupError
+from halfmoon.lifecycle import VERSION, Runtime, StartupError
 from halfmoon.registry.config import RegistryConfig, etcd_endpoints, etcd_uses_tls
 from halfmoon.registry.etcd import Etcd, RevisionGone, StoreUnavailable, TlsFiles
 from halfmoon.registry.leader import Leader
@@ -174,7 +173,7 @@ class Registry:
 
     async def _serve(self) -> None:
         self._record = await self._bus.add_service(
-            "halfmoon-registry", version("halfmoon"), "Who has which chunk, and who is there."
+            "halfmoon-registry", VERSION, "Who has which chunk, and who is there."
         )
         await self._offer("lookup", Lookup, self.lookup)
         await self._offer("snapshot", Snapshot, self.snapshot)

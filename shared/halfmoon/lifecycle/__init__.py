@@ -2,5 +2,6 @@
 
 from halfmoon.lifecycle.process import run
 from halfmoon.lifecycle.runtime import Runtime, Service, StartupError
+from halfmoon.lifecycle.version import VERSION
 
-__all__ = ["Runtime", "Service", "StartupError", "run"]
+__all__ = ["VERSION", "Runtime", "Service", "StartupError", "run"]
