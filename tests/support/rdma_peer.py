@@ -194,6 +194,12 @@ class RdmaPeerProcess:
     def kill(self) -> None:
         self.process.send_signal(signal.SIGKILL)
 
+    def freeze(self) -> None:
+        self.process.send_signal(signal.SIGSTOP)
+
+    def thaw(self) -> None:
+        self.process.send_signal(signal.SIGCONT)
+
     def close(self) -> None:
         self.process.kill()
         self.process.wait(10)

@@ -39,10 +39,18 @@ def test_cores_are_shared_out_between_the_engines() -> None:
     assert plan(replace(OPTIONS, threads=3))["decode-1"].environ["HALFMOON_DECODE_THREADS"] == "3"
 
 
-@pytest.mark.parametrize(("transport", "hosts"), [("auto", {"here"}), ("tcp", {"here/node-a", "here/node-b"})])
-def test_host_labels_decide_how_kv_moves(transport: str, hosts: set[str]) -> None:
-    specs = plan(replace(OPTIONS, transport=transport))
-    assert {spec.environ["HALFMOON_KV_TIER_HOST"] for spec in specs.values() if spec.service == "kv_tier"} == hosts
+@pytest.mark.parametrize(
+    ("transport", "hosts", "rdma"),
+    [
+        ("auto", {"here"}, "auto"),
+        ("tcp", {"here/node-a", "here/node-b"}, "off"),
+        ("rdma", {"here/node-a", "here/node-b"}, "on"),
+    ],
+)
+def test_host_labels_and_rdma_decide_how_kv_moves(transport: str, hosts: set[str], rdma: str) -> None:
+    pools = [spec for spec in plan(replace(OPTIONS, transport=transport)).values() if spec.service == "kv_tier"]
+    assert {spec.environ["HALFMOON_KV_TIER_HOST"] for spec in pools} == hosts
+    assert {spec.environ["HALFMOON_KV_TIER_RDMA"] for spec in pools} == {rdma}
 
 
 def test_colocated_workers_do_without_prefill_workers() -> None:

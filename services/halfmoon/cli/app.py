@@ -32,6 +32,7 @@ class EngineName(StrEnum):
 class TransportName(StrEnum):
     auto = "auto"
     tcp = "tcp"
+    rdma = "rdma"
 
 
 class ServiceName(StrEnum):
@@ -69,7 +70,7 @@ def up(
         int | None, typer.Option(min=1, help="Threads per engine.", show_default="cores / engines")
     ] = None,
     transport: Annotated[
-        TransportName, typer.Option(help="auto: shared memory between the nodes; tcp: as if they were apart.")
+        TransportName, typer.Option(help="auto: shared memory between the nodes; tcp, rdma: as if they were apart.")
     ] = TransportName.auto,
     colocated: Annotated[bool, typer.Option("--colocated", help="Prefill and decode on the same worker.")] = False,
     drain_timeout_s: Annotated[float, typer.Option(min=0, help="At a stop, how long requests may take to end.")] = 30.0,

@@ -59,9 +59,7 @@ class KvTierConfig(CommonConfig, frozen=True, kw_only=True, forbid_unknown_field
     ] = 2
     rdma_windows: Annotated[
         bool,
-        Meta(
-            description="Open slots lease by lease, where the devices can; else a reader's key opens them all."
-        ),
+        Meta(description="Open slots lease by lease, where the devices can; else a reader's key opens them all."),
     ] = True
     advertised_host: Annotated[
         str | None, Meta(description="Host name or address that other nodes are told. None: bind_host.")

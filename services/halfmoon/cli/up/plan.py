@@ -6,6 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+_RDMA = {"auto": "auto", "tcp": "off", "rdma": "on"}
+"""The kv-tiers' setting, by the transport that was asked for."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UpOptions:
@@ -25,7 +28,7 @@ class UpOptions:
     threads: int | None = None
     """Per engine; None: the cores, shared out."""
     transport: str = "auto"
-    """`auto`: all nodes carry this machine's host label, so that KV moves over shm. `tcp`: one label each."""
+    """`auto`: all nodes carry this machine's host label, so that KV moves over shm. `tcp`, `rdma`: one label each."""
     num_cores: int = 1
 
     @property
@@ -105,6 +108,7 @@ def plan_processes(options: UpOptions, endpoints: Endpoints, *, secret: str, hos
             "arena_bytes": str(options.arena_bytes),
             "engine": options.engine,
             "shm_dir": str(options.shm_dir),
+            "rdma": _RDMA[options.transport],
         }
         add(f"kv-tier-{node}", "kv_tier", node, **pool)
     add("conductor", "conductor")

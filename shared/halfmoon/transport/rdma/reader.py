@@ -218,7 +218,7 @@ class RdmaTransport:
         """Read these slices over a lane, as far as it goes; where it fails, why."""
         is_kept = False
         try:
-            shares = _shared_out(lane.num_queue_pairs, [slices[index].destination.nbytes for index in wanted])
+            shares = shared_out(lane.num_queue_pairs, [slices[index].destination.nbytes for index in wanted])
             access = await self._granted(lane, operation, peer, lease_id, [slices[index] for index in wanted], shares)
             jobs: list[Job] = []
             positions: list[int] = []
@@ -342,7 +342,7 @@ def _outside(peer: NodeInfo, read: SliceRead) -> SliceResult | None:
     return failed(ReadOutcome.REFUSED, detail)
 
 
-def _shared_out(num_shares: int, sizes: Sequence[int]) -> list[int]:
+def shared_out(num_shares: int, sizes: Sequence[int]) -> list[int]:
     """For each size a share, so that all shares have about as many bytes: the next goes where least is."""
     totals = [0] * num_shares
     shares: list[int] = []

@@ -39,9 +39,9 @@ class Verbs:
 
 def load_verbs(folders: Sequence[Path] = DISTRIBUTION_FOLDERS) -> Verbs:
     """Import pyverbs. Raises `RdmaUnavailable`."""
-    _find(folders)
     modules: dict[str, ModuleType] = {}
     try:
+        _find(folders)
         for part in _PARTS:
             modules[part] = importlib.import_module(f"pyverbs.{part}")
     except ImportError as error:
