@@ -7,6 +7,7 @@ there is anything to load, vLLM gives it blocks and waits; chunks are copied in 
 import asyncio
 import contextlib
 import itertools
+import multiprocessing
 import tempfile
 from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
@@ -51,6 +52,7 @@ from halfmoon.models.fingerprint import fingerprint
 from halfmoon.schemas.ids import ModelName
 from halfmoon.schemas.model import ModelCard
 
+_POLL_S = 0.1
 _READY_S = 60.0
 _STOP_S = 10.0
 _DROP_S = 60.0
@@ -95,7 +97,7 @@ class VllmEngine:
         identity = await asyncio.to_thread(fingerprint, folder)
         progress(0.1)
         try:
-            [ready, *_] = await self._launch(folder, progress)
+            [ready, *_] = await self._launch(folder)
         except BaseException:
             await self._undo.aclose()
             raise
@@ -239,7 +241,7 @@ class VllmEngine:
         self._num_blocks = self._num_free_blocks = 0
         await self._undo.aclose()
 
-    async def _launch(self, folder: ModelFolder, progress: Callable[[float], None]) -> list[Ready]:
+    async def _launch(self, folder: ModelFolder) -> list[Ready]:
         config = self._config
         prepare_environment(config)
         private = Path(self._undo.enter_context(tempfile.TemporaryDirectory(prefix="halfmoon-vllm-")))
@@ -251,7 +253,12 @@ class VllmEngine:
         events = f"ipc://{private / 'events'}"
         extra = {"socket": str(private / "orders"), "chunk_tokens": config.chunk_tokens}
         await self._follow_events(events)
-        self._llm = await asyncio.to_thread(self._start_llm, folder, extra, events, progress)
+        starting = asyncio.create_task(asyncio.to_thread(self._start_llm, folder, extra, events))
+        try:
+            self._llm = await asyncio.shield(starting)
+        except asyncio.CancelledError:
+            await _give_up(starting)
+            raise
         self._undo.push_async_callback(self._stop_llm)
         async with asyncio.timeout(_READY_S):
             return await channel.ready()
@@ -263,9 +270,7 @@ class VllmEngine:
         reader.start()
         self._undo.push_async_callback(reader.close)
 
-    def _start_llm(
-        self, folder: ModelFolder, extra: dict[str, Any], events: str, progress: Callable[[float], None]
-    ) -> Any:
+    def _start_llm(self, folder: ModelFolder, extra: dict[str, Any], events: str) -> Any:
         """In a thread: vLLM blocks until its processes are up, which takes half a minute."""
         from vllm.v1.engine.async_llm import AsyncLLM
 
@@ -393,3 +398,13 @@ class VllmEngine:
         if self._staging is None:
             raise EngineError("the engine has not been started, or was stopped")
         return self._staging
+
+
+async def _give_up(starting: "asyncio.Task[Any]") -> None:
+    """End a start that is under way. Its thread can't be stopped; without the processes that it waits for, it ends."""
+    while not starting.done():
+        for process in multiprocessing.active_children():
+            process.kill()
+        await asyncio.wait((starting,), timeout=_POLL_S)
+    if starting.exception() is None:
+        await asyncio.to_thread(starting.result().shutdown, _STOP_S)
