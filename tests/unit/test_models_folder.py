@@ -60,9 +60,9 @@ def test_end_tokens_are_those_for_generation_where_it_names_some(model: Path) ->
 def test_unknown_dtypes_and_engines_are_named(model: Path) -> None:
     with pytest.raises(ModelFolderError, match=r"'int3' is unknown; use float32, bfloat16, float16"):
         kv_bytes_per_token("torch", model, "int3")
-    with pytest.raises(EngineUnavailable, match=r"no engine 'magic'; choose one of torch, sim"):
+    with pytest.raises(EngineUnavailable, match=r"no engine 'magic'; choose one of torch, vllm, sim"):
         kv_bytes_per_token("magic", model, "auto")
-    with pytest.raises(EngineUnavailable, match=r"no engine 'magic'; choose one of torch, sim"):
+    with pytest.raises(EngineUnavailable, match=r"no engine 'magic'; choose one of torch, vllm, sim"):
         build_engine("magic", EngineSettings(model=model, name="tiny", chunk_tokens=8))
 
 

@@ -9,7 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-_DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+from halfmoon.models.kv_layers import ConfigUnusable, kv_shape
+from halfmoon.models.kv_size import KvShape, dtype_bytes
+
 _MAX_HEADER_BYTES = 100 << 20
 
 
@@ -29,17 +31,17 @@ class Geometry:
     vocab_size: int
     max_model_tokens: int
     eos_tokens: tuple[int, ...]
+    kv: KvShape | ConfigUnusable
+    """Or why it isn't known: then an engine may still say so better, and one that only keeps time doesn't care."""
 
     def kv_bytes_per_token(self, dtype: str) -> int:
-        """Bytes of keys and values of one token, over all layers."""
-        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * dtype_bytes(dtype)
+        """Bytes of KV of one token, over all layers.
 
-
-def dtype_bytes(dtype: str) -> int:
-    """Size of one element. Raises ValueError for a dtype that KV can't have."""
-    if dtype not in _DTYPE_BYTES:
-        raise ValueError(f"dtype {dtype!r} is unknown; use {', '.join(_DTYPE_BYTES)}")
-    return _DTYPE_BYTES[dtype]
+        Raises ValueError for a dtype that KV can't have, and where the shape of the KV isn't known.
+        """
+        if isinstance(self.kv, ConfigUnusable):
+            raise self.kv
+        return self.kv.bytes_per_token(dtype_bytes(dtype))
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,16 +56,9 @@ class ModelFolder:
     @classmethod
     def open(cls, path: Path) -> "ModelFolder":
         """Raises `ModelFolderError`."""
-        if not path.exists():
-            raise ModelFolderError(f"there is no model at {path}: give a Hugging Face folder or a GGUF file")
-        if path.is_file():
-            if path.suffix != ".gguf":
-                raise ModelFolderError(f"{path} is a file, but no .gguf: give a Hugging Face folder or a GGUF file")
-            from halfmoon.models.gguf import read_config
-
-            config = read_config(path)
-        else:
-            config = _read_json(path / "config.json", needed_in=path)
+        if path.is_file() and path.suffix != ".gguf":
+            raise ModelFolderError(f"{path} is a file, but no .gguf: give a Hugging Face folder or a GGUF file")
+        config = read_config(path)
         return cls(path, config, _geometry(config, _eos_tokens(path, config), path))
 
     @property
@@ -96,6 +91,21 @@ class ModelFolder:
                 )
             _check_safetensors(file)
         return files
+
+
+def read_config(path: Path) -> Mapping[str, Any]:
+    """The config of a Hugging Face folder, of a config.json by itself, or of a GGUF file. Raises `ModelFolderError`."""
+    if not path.exists():
+        raise ModelFolderError(f"there is no model at {path}: give a Hugging Face folder or a GGUF file")
+    if path.is_dir():
+        return _read_json(path / "config.json", needed_in=path)
+    if path.suffix == ".json":
+        return _read_json(path, needed_in=path.parent)
+    if path.suffix != ".gguf":
+        raise ModelFolderError(f"{path} is no model: give a Hugging Face folder, its config.json, or a GGUF file")
+    from halfmoon.models.gguf import read_metadata
+
+    return read_metadata(path)
 
 
 def _check_safetensors(file: Path) -> None:
@@ -142,6 +152,11 @@ def _geometry(config: Mapping[str, Any], eos_tokens: tuple[int, ...], path: Path
         return value
 
     num_heads = number("num_attention_heads")
+    kv: KvShape | ConfigUnusable
+    try:
+        kv = kv_shape(config)
+    except ConfigUnusable as error:
+        kv = error
     return Geometry(
         model_type=str(config.get("model_type", "unknown")),
         num_layers=number("num_hidden_layers"),
@@ -150,6 +165,7 @@ def _geometry(config: Mapping[str, Any], eos_tokens: tuple[int, ...], path: Path
         vocab_size=number("vocab_size"),
         max_model_tokens=number("max_position_embeddings"),
         eos_tokens=eos_tokens,
+        kv=kv,
     )
 
 

@@ -13,6 +13,8 @@ _KEYS = {
     "attention.head_count": "num_attention_heads",
     "attention.head_count_kv": "num_key_value_heads",
     "attention.key_length": "head_dim",
+    "attention.value_length": "v_head_dim",
+    "attention.kv_lora_rank": "kv_lora_rank",
     "attention.sliding_window": "sliding_window",
     "embedding_length": "hidden_size",
     "context_length": "max_position_embeddings",
@@ -20,7 +22,7 @@ _KEYS = {
 }
 
 
-def read_config(path: Path) -> dict[str, Any]:
+def read_metadata(path: Path) -> dict[str, Any]:
     """Raises `ModelFolderError` where the file is no GGUF, or the library to read it isn't installed."""
     try:
         from gguf import GGUFReader
@@ -37,6 +39,13 @@ def read_config(path: Path) -> dict[str, Any]:
 
     architecture = value("general.architecture")
     config = {ours: value(f"{architecture}.{theirs}") for theirs, ours in _KEYS.items()}
+    if config["kv_lora_rank"] is not None:
+        config["qk_rope_head_dim"] = value(f"{architecture}.rope.dimension_count")
+    pattern = value(f"{architecture}.attention.sliding_window_pattern")
+    if isinstance(pattern, list):
+        config["layer_types"] = ["sliding_attention" if slides else "full_attention" for slides in pattern]
+    elif pattern is not None:
+        config["sliding_window_pattern"] = pattern
     tokens = reader.get_field("tokenizer.ggml.tokens")
     if config["vocab_size"] is None and tokens is not None:
         config["vocab_size"] = len(tokens.data)
