@@ -55,7 +55,7 @@ async def answered(
 
 def llm_of(engine: Engine) -> Any:
     """vLLM's own `AsyncLLM` under the engine, to disturb it and to look at it from behind."""
-    return cast("VllmEngine", engine)._llm
+    return cast("VllmEngine", engine)._processes.llm
 
 
 async def holds_no_blocks(engine: Engine) -> bool:

@@ -7,10 +7,7 @@ there is anything to load, vLLM gives it blocks and waits; chunks are copied in 
 import asyncio
 import contextlib
 import itertools
-import multiprocessing
-import tempfile
 from collections.abc import AsyncIterator, Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 from halfmoon.engine.checks import check_decode, check_load, check_sinks, check_spec
@@ -26,9 +23,7 @@ from halfmoon.engine.contract import (
     SequenceClosed,
     SequenceSpec,
 )
-from halfmoon.engine.vllm.arguments import engine_arguments, prepare_environment
 from halfmoon.engine.vllm.cache_events import HotChunks
-from halfmoon.engine.vllm.channel import Channel
 from halfmoon.engine.vllm.config import VllmEngineConfig
 from halfmoon.engine.vllm.messages import (
     Bound,
@@ -43,24 +38,17 @@ from halfmoon.engine.vllm.messages import (
     Sinks,
     Written,
 )
+from halfmoon.engine.vllm.processes import EngineLost, VllmProcesses
 from halfmoon.engine.vllm.requests import Pace, sampled_tokens, sampling_params
 from halfmoon.engine.vllm.sequence import OpenSequence, PendingSink
-from halfmoon.engine.vllm.staging import Staging
 from halfmoon.engine.vllm.versions import check_version
 from halfmoon.models import ModelFolder
 from halfmoon.models.fingerprint import fingerprint
 from halfmoon.schemas.ids import ModelName
 from halfmoon.schemas.model import ModelCard
 
-_POLL_S = 0.1
-_READY_S = 60.0
-_STOP_S = 10.0
 _DROP_S = 60.0
 """A step of a long prompt on a slow machine is over by then."""
-
-
-class EngineLost(Exception):
-    """A process of vLLM's has died. What it held is gone, and this engine with it."""
 
 
 class VllmEngine:
@@ -72,16 +60,12 @@ class VllmEngine:
         self._by_number: dict[int, OpenSequence] = {}
         self._numbers = itertools.count(1)
         self._load_numbers = itertools.count(1)
-        self._undo = contextlib.AsyncExitStack()
         self._hot = HotChunks(config.chunk_tokens)
+        self._processes = VllmProcesses(config, self._hot)
         self._pace = Pace()
-        self._llm: Any = None
-        self._channel: Channel | None = None
-        self._staging: Staging | None = None
         self._card: ModelCard | None = None
         self._num_blocks = 0
         self._num_free_blocks = 0
-        self._is_lost = False
 
     @property
     def card(self) -> ModelCard:
@@ -96,14 +80,11 @@ class VllmEngine:
         progress(0.02)
         identity = await asyncio.to_thread(fingerprint, folder)
         progress(0.1)
-        try:
-            [ready, *_] = await self._launch(folder)
-        except BaseException:
-            await self._undo.aclose()
-            raise
-        block_tokens = self._llm.vllm_config.cache_config.block_size
+        ready = await self._processes.start(folder, self._take, self._lost)
+        vllm_config = self._processes.llm.vllm_config
+        block_tokens = vllm_config.cache_config.block_size
         self._num_blocks = self._num_free_blocks = ready.num_blocks - 1
-        max_len = self._llm.vllm_config.model_config.max_model_len
+        max_len = vllm_config.model_config.max_model_len
         self._card = ModelCard(
             name=ModelName(config.name),
             engine="vllm",
@@ -120,7 +101,7 @@ class VllmEngine:
         return self._card
 
     def open(self, spec: SequenceSpec) -> None:
-        self._check_alive()
+        _ = self._processes.llm  # Raises where it isn't alive.
         if spec.seq_id in self._sequences:
             raise ValueError(f"sequence {spec.seq_id} is open already")
         block_tokens = self.card.block_tokens
@@ -159,12 +140,12 @@ class VllmEngine:
             return
         if sequence.is_closed:
             raise SequenceClosed(f"sequence {seq_id} was closed before a chunk was loaded")
-        staged = self._need_staging().of(payload)
+        staged = self._processes.staging.of(payload)
         sequence.staged.append(staged)
         number = next(self._load_numbers)
         done: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         sequence.loads[number] = done
-        self._need_channel().send(Load(sequence.number, number, index, num_tokens, staged.place))
+        self._processes.channel.send(Load(sequence.number, number, index, num_tokens, staged.place))
         # Shielded: a copy can't be called back, and `close` waits for it.
         error = await asyncio.shield(done)
         staged.release()
@@ -182,7 +163,7 @@ class VllmEngine:
             if sequence.request is None:
                 self._submit(sequence, 0, has_sinks=True)
             else:
-                self._need_channel().send(Filled(sequence.number, start))
+                self._processes.channel.send(Filled(sequence.number, start))
             for _ in sinks:
                 item = await sequence.written.get()
                 if isinstance(item, Exception):
@@ -201,7 +182,7 @@ class VllmEngine:
                 self._submit(sequence, 0, has_sinks=False)
             else:
                 is_all = num_computed >= len(sequence.spec.tokens) - 1
-                self._need_channel().send(
+                self._processes.channel.send(
                     Filled(sequence.number, len(sequence.spec.tokens) if is_all else num_computed)
                 )
             while (item := await sequence.outbox.get()) is not None:
@@ -239,55 +220,7 @@ class VllmEngine:
         for seq_id in list(self._sequences):
             await self.close(seq_id)
         self._num_blocks = self._num_free_blocks = 0
-        await self._undo.aclose()
-
-    async def _launch(self, folder: ModelFolder) -> list[Ready]:
-        config = self._config
-        prepare_environment(config)
-        private = Path(self._undo.enter_context(tempfile.TemporaryDirectory(prefix="halfmoon-vllm-")))
-        self._staging = Staging()
-        self._undo.callback(self._staging.close)
-        self._channel = channel = Channel(config.tensor_parallel, self._take, self._lost)
-        await channel.open(private / "orders")
-        self._undo.push_async_callback(channel.close)
-        events = f"ipc://{private / 'events'}"
-        extra = {"socket": str(private / "orders"), "chunk_tokens": config.chunk_tokens}
-        await self._follow_events(events)
-        starting = asyncio.create_task(asyncio.to_thread(self._start_llm, folder, extra, events))
-        try:
-            self._llm = await asyncio.shield(starting)
-        except asyncio.CancelledError:
-            await _give_up(starting)
-            raise
-        self._undo.push_async_callback(self._stop_llm)
-        async with asyncio.timeout(_READY_S):
-            return await channel.ready()
-
-    async def _follow_events(self, endpoint: str) -> None:
-        from halfmoon.engine.vllm.event_reader import EventReader
-
-        reader = EventReader(endpoint, self._hot)
-        reader.start()
-        self._undo.push_async_callback(reader.close)
-
-    def _start_llm(self, folder: ModelFolder, extra: dict[str, Any], events: str) -> Any:
-        """In a thread: vLLM blocks until its processes are up, which takes half a minute."""
-        from vllm.v1.engine.async_llm import AsyncLLM
-
-        arguments = engine_arguments(self._config, folder, extra, events)
-        try:
-            return AsyncLLM.from_engine_args(arguments)
-        except Exception as error:
-            raise EngineError(f"vLLM doesn't start: {type(error).__name__}: {error}") from error
-
-    async def _stop_llm(self) -> None:
-        """Its processes end by themselves, in time; before them the task that would report their end as a failure."""
-        llm, self._llm = self._llm, None
-        if llm.output_handler is not None:
-            llm.output_handler.cancel()
-            await asyncio.gather(llm.output_handler, return_exceptions=True)
-            llm.output_handler = None
-        await asyncio.to_thread(llm.shutdown, _STOP_S)
+        await self._processes.stop()
 
     def _submit(self, sequence: OpenSequence, num_loadable: int, *, has_sinks: bool) -> None:
         """Tell vLLM of the sequence, once."""
@@ -304,7 +237,7 @@ class VllmEngine:
         num_known = spec.decode.num_known if spec.decode is not None else 0
         try:
             async with contextlib.aclosing(
-                sampled_tokens(self._llm, prompt, params, f"{sequence.number}", num_known)
+                sampled_tokens(self._processes.llm, prompt, params, f"{sequence.number}", num_known)
             ) as tokens:
                 async for token in tokens:
                     sequence.outbox.put_nowait(token)
@@ -318,18 +251,18 @@ class VllmEngine:
     def _send_sinks(self, sequence: OpenSequence, sinks: Sequence[ChunkSink]) -> None:
         places: list[SinkPlace] = []
         for sink in sinks:
-            staged = self._need_staging().of(sink.payload, is_sink=True)
+            staged = self._processes.staging.of(sink.payload, is_sink=True)
             sequence.staged.append(staged)
             sequence.sinks[sink.index] = PendingSink(sink, staged)
             places.append(SinkPlace(sink.index, sink.num_tokens, staged.place))
-        self._need_channel().send(Sinks(sequence.number, tuple(places)))
+        self._processes.channel.send(Sinks(sequence.number, tuple(places)))
 
     async def _release(self, sequence: OpenSequence) -> None:
         if sequence.request is not None:
             sequence.request.cancel()
             await asyncio.wait((sequence.request,))
-            if not self._is_lost:
-                self._need_channel().send(Drop(sequence.number))
+            if not self._processes.is_lost:
+                self._processes.channel.send(Drop(sequence.number))
                 async with asyncio.timeout(_DROP_S):
                     await sequence.dropped.wait()
         sequence.release()
@@ -360,9 +293,6 @@ class VllmEngine:
                 return
 
     def _lost(self) -> None:
-        if self._llm is None:
-            return
-        self._is_lost = True
         for sequence in self._sequences.values():
             sequence.dropped.set()
             sequence.end(EngineLost("a process of vLLM's has died"))
@@ -370,12 +300,6 @@ class VllmEngine:
     def _num_loadable(self, sequence: OpenSequence) -> int:
         given = sequence.spec.num_loadable
         return len(sequence.spec.tokens) if given is None else given
-
-    def _check_alive(self) -> None:
-        if self._llm is None:
-            raise EngineError("the engine has not been started, or was stopped")
-        if self._is_lost or self._llm.errored:
-            raise EngineLost("a process of vLLM's has died")
 
     def _get(self, seq_id: str) -> OpenSequence:
         sequence = self._sequences.get(seq_id)
@@ -388,23 +312,3 @@ class VllmEngine:
         if sequence.is_running:
             raise ValueError(f"sequence {seq_id} is being computed already")
         return sequence
-
-    def _need_channel(self) -> Channel:
-        if self._channel is None:
-            raise EngineError("the engine has not been started, or was stopped")
-        return self._channel
-
-    def _need_staging(self) -> Staging:
-        if self._staging is None:
-            raise EngineError("the engine has not been started, or was stopped")
-        return self._staging
-
-
-async def _give_up(starting: "asyncio.Task[Any]") -> None:
-    """End a start that is under way. Its thread can't be stopped; without the processes that it waits for, it ends."""
-    while not starting.done():
-        for process in multiprocessing.active_children():
-            process.kill()
-        await asyncio.wait((starting,), timeout=_POLL_S)
-    if starting.exception() is None:
-        await asyncio.to_thread(starting.result().shutdown, _STOP_S)
