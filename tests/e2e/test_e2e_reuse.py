@@ -25,9 +25,13 @@ async def test_miss(any_system: System) -> None:
     assert [chunk.num_tokens for _, chunk in sorted(outcome.ready.items())] == [64, 64, 64, 6]
     assert outcome.ended[Role.PREFILL].num_computed_tokens == 3 * CHUNK_TOKENS + 6
     assert outcome.ended[Role.PREFILL].num_reused_tokens == 0
-    # Prefill pulled nothing; decode pulled every chunk from node-a, the partial one too.
+    # Prefill pulled nothing; decode got every chunk from node-a, the partial one too: in place, or over the network.
     assert after[0].bytes_pulled == before[0].bytes_pulled
-    assert after[1].bytes_pulled - before[1].bytes_pulled == (3 * CHUNK_TOKENS + 6) * bytes_per_token
+    moved = after[1].bytes_pulled - before[1].bytes_pulled
+    read_in_place = after[1].bytes_in_place - before[1].bytes_in_place
+    expected = (3 * CHUNK_TOKENS + 6) * bytes_per_token
+    over_tcp = "--transport=tcp" in str(any_system.process.args)
+    assert (moved, read_in_place) == ((expected, 0) if over_tcp else (0, expected))
     assert isinstance(outcome.terminal, Finished)
     assert outcome.terminal.usage.cached_tokens == 0
 

@@ -6,6 +6,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
+from prometheus_client import generate_latest
 
 from halfmoon.bus.endpoint import call
 from halfmoon.bus.memory import MemoryBroker
@@ -85,8 +86,12 @@ async def test_a_reader_gets_the_sources_own_slots_and_no_byte_moves(pair: tuple
         assert place == Place(first.client.arena.path, chunk.slot.slot * SLOT_BYTES, CHUNK_BYTES)
     assert slots_of(second) == (8, 0, 0, 0)
     assert slots_of(first) == (6, 0, 0, 2)
-    assert (await second.client.stats()).bytes_pulled == 0
-    assert (await second.client.stats()).hits_remote == 2
+    stats = await second.client.stats()
+    assert (stats.bytes_pulled, stats.bytes_in_place, stats.hits_remote) == (0, 2 * CHUNK_BYTES, 2)
+    assert (
+        f"halfmoon_kvtier_in_place_bytes_total {float(2 * CHUNK_BYTES)}"
+        in generate_latest(second.metrics.registry).decode()
+    )
     await second.client.release(acquired.lease_id)
     await until(lambda: num_leases(first) == 0)
     assert slots_of(first) == (6, 0, 2, 0)

@@ -219,6 +219,8 @@ class PoolStats(Message, frozen=True, tag="kvtier.pool.v1"):
     evictions: int = 0
     bytes_pulled: int = 0
     bytes_served: int = 0
+    bytes_in_place: int = 0
+    """Of chunks that readers here were given in other nodes' arenas: nothing was copied into this pool."""
 
 
 KvTierRequest = Describe | Acquire | Reserve | Commit | Release | Renew | Report | Stats | Probe

@@ -84,6 +84,7 @@ class Landing:
     ) -> AcquiredChunk:
         """Hand on the source's own slot: no byte moves, the reader looks into that arena."""
         now_ns = self._store.clock_ns()
+        self._store.counters.bytes_in_place += slot.num_bytes
         self._trace(source.node, flight, ChunkOutcome.HIT_REMOTE, transport, now_ns, now_ns, in_place=True)
         arena = ArenaRef(
             node=info.node,

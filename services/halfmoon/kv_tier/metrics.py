@@ -55,6 +55,9 @@ class PoolCollector(Collector):
             GaugeMetricFamily("halfmoon_kvtier_events_pending", "Chunks with unpublished news.", self._events()),
             CounterMetricFamily("halfmoon_kvtier_evictions", "Chunks evicted.", stats.evictions),
             CounterMetricFamily("halfmoon_kvtier_pulled_bytes", "Bytes pulled from other nodes.", stats.bytes_pulled),
+            CounterMetricFamily(
+                "halfmoon_kvtier_in_place_bytes", "Bytes read at other nodes without a copy.", stats.bytes_in_place
+            ),
             CounterMetricFamily("halfmoon_kvtier_served_bytes", "Bytes sent to others over tcp.", stats.bytes_served),
         ]
 

@@ -25,6 +25,7 @@ class Counters:
     evictions: int = 0
     expired_leases: int = 0
     bytes_pulled: int = 0
+    bytes_in_place: int = 0
 
 
 class ChunkStore:
@@ -113,6 +114,7 @@ class ChunkStore:
             misses=self.counters.misses,
             evictions=self.counters.evictions,
             bytes_pulled=self.counters.bytes_pulled,
+            bytes_in_place=self.counters.bytes_in_place,
             bytes_served=bytes_served,
         )
 
