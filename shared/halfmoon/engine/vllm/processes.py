@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import gc
 import multiprocessing
 import tempfile
 from collections.abc import Callable
@@ -127,8 +126,7 @@ class VllmProcesses:
             await asyncio.gather(llm.output_handler, return_exceptions=True)
             llm.output_handler = None
         await asyncio.to_thread(llm.shutdown, _STOP_S)
-        del llm
-        gc.collect()  # Its finalizer fails when it runs at the interpreter's end, and says so.
+        llm.shutdown = lambda: None  # Its finalizer would try again when the interpreter ends, and fail, and say so.
 
 
 async def _give_up(starting: "asyncio.Task[Any]") -> None:
