@@ -29,7 +29,7 @@ test: setup-dev  ## Pass the tests: real servers, real processes, the real small
 	$(BIN)/pytest $(ARGS)
 
 test-vllm:       ## Pass the tests of the vLLM engine, in vLLM's own environment; fails where none could be run
-	scripts/vllm.sh pytest --require-vllm tests/engine_vllm tests/contract/test_engine_contract.py $(ARGS)
+	scripts/vllm.sh pytest -m vllm --require-vllm tests/engine_vllm tests/contract/test_engine_contract.py $(ARGS)
 
 check: setup-dev ## Lint, format, types, layers, and whether generated docs are up to date
 	$(BIN)/ruff check .

@@ -31,6 +31,7 @@ if [ "$(cat "$venv/.halfmoon-installed" 2>/dev/null)" != "$hash" ]; then
   ) 9>"$venv.lock"
 fi
 
+unset VLLM_VENV VLLM_EXTRA # vLLM warns of variables that it doesn't know
 here=$PWD
 PYTHONPATH=$here/services:$here/shared:$here/schemas:$here/tracing${PYTHONPATH:+:$PYTHONPATH}
 PATH=$venv/bin:$PATH
