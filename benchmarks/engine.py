@@ -23,15 +23,15 @@ from rich.table import Table
 from transformers import AutoModelForCausalLM, GenerationConfig, StoppingCriteria, StoppingCriteriaList
 from transformers.utils import logging
 
-from halfmoon.engine.contract import DecodeSpec, SequenceSpec
+from halfmoon.engine.contract import DecodeSpec, Engine, SequenceSpec
 from halfmoon.engine.torch import TorchEngine, TorchEngineConfig
 from halfmoon.models.smollm2 import fetch
 from halfmoon.schemas.requests import Sampling
 
 BATCHES = (1, 8, 16)
 PREFILL_TOKENS = 512
-_PROMPT_TOKENS = 64
-_NEW_TOKENS = 24
+PROMPT_TOKENS = 64
+NEW_TOKENS = 24
 
 
 def run(model: Path | None = None, *, threads: int | None = None, rounds: int = 5) -> dict[str, Any]:
@@ -57,14 +57,14 @@ async def _measure(model: Path, threads: int, rounds: int) -> dict[str, Any]:
     async with _started(model, threads) as engine:
         for turn in range(rounds + 1):
             for batch in BATCHES:
-                prompts = [_prompt(_PROMPT_TOKENS, seed=1000 * turn + row) for row in range(batch)]
+                prompts = [random_prompt(PROMPT_TOKENS, seed=1000 * turn + row) for row in range(batch)]
                 ours, theirs = figures.setdefault(f"decode, batch {batch}", ([], []))
-                ours.append(_decode_speed(await _generate(engine, prompts, _NEW_TOKENS)))
-                theirs.append(_decode_speed(await asyncio.to_thread(plain.generate, prompts, _NEW_TOKENS)))
-            prompt = _prompt(PREFILL_TOKENS, seed=turn)
+                ours.append(decode_speed(await generate(engine, prompts, NEW_TOKENS)))
+                theirs.append(decode_speed(await asyncio.to_thread(plain.generate, prompts, NEW_TOKENS)))
+            prompt = random_prompt(PREFILL_TOKENS, seed=turn)
             ours, theirs = figures.setdefault(f"prefill, {PREFILL_TOKENS} tokens", ([], []))
             started = time.perf_counter()
-            ours.append(PREFILL_TOKENS / ((await _generate(engine, [prompt], 1))[0][0] - started))
+            ours.append(PREFILL_TOKENS / ((await generate(engine, [prompt], 1))[0][0] - started))
             started = time.perf_counter()
             theirs.append(PREFILL_TOKENS / ((await asyncio.to_thread(plain.generate, [prompt], 1))[0][0] - started))
     return {
@@ -90,7 +90,7 @@ async def _started(model: Path, threads: int) -> AsyncIterator[TorchEngine]:
         await engine.stop()
 
 
-async def _generate(engine: TorchEngine, prompts: Sequence[Sequence[int]], num_tokens: int) -> list[list[float]]:
+async def generate(engine: Engine, prompts: Sequence[Sequence[int]], num_tokens: int) -> list[list[float]]:
     """For each prompt, the times at which its tokens came."""
 
     async def one(number: int, prompt: Sequence[int]) -> list[float]:
@@ -136,13 +136,13 @@ class _Transformers:
         return [clock.times] * len(prompts)
 
 
-def _prompt(num_tokens: int, seed: int) -> list[int]:
+def random_prompt(num_tokens: int, seed: int) -> list[int]:
     generator = torch.Generator().manual_seed(seed)
     tokens: list[int] = torch.randint(1000, 40_000, (num_tokens,), generator=generator).tolist()
     return tokens
 
 
-def _decode_speed(times: Sequence[Sequence[float]]) -> float:
+def decode_speed(times: Sequence[Sequence[float]]) -> float:
     """Tokens a second from when the last sequence has begun until the first has ended."""
     start, stop = max(each[0] for each in times), min(each[-1] for each in times)
     return sum(start < time <= stop for each in times for time in each) / (stop - start)
