@@ -31,7 +31,9 @@ ENDLESS = DecodeSpec(Sampling(temperature=0.0, max_tokens=100_000), seed=0)
 
 
 @pytest_asyncio.fixture(
-    scope="module", loop_scope="module", params=["sim", pytest.param("torch", marks=pytest.mark.model)]
+    scope="module",
+    loop_scope="module",
+    params=["sim", pytest.param("torch", marks=pytest.mark.model), pytest.param("vllm", marks=pytest.mark.vllm)],
 )
 async def loaded_engine(request: pytest.FixtureRequest) -> AsyncIterator[Engine]:
     async with started(request.param, small_model(), kv_tokens=KV_TOKENS) as engine:

@@ -76,7 +76,8 @@ async def test_logprobs_are_those_of_transformers(pair: Pair, temperature: float
     sampling = Sampling(temperature=temperature, top_p=0.9, max_tokens=5, logprobs=4, ignore_eos=True)
     sampled = await generated(pair.decode, PROMPT, sampling, seed=3)
     tokens = [*PROMPT, *token_ids(sampled)[:-1]]
-    done = subprocess.run(
+    done = await asyncio.to_thread(
+        subprocess.run,
         [sys.executable, "-c", LOGPROBS_SCRIPT, str(small_model())],
         input=json.dumps({"tokens": tokens, "first": len(PROMPT) - 1}),
         capture_output=True,

@@ -1,6 +1,7 @@
 """Engines in tests: started, used and stopped in a line each."""
 
 import asyncio
+import secrets
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import replace
@@ -64,6 +65,11 @@ async def started(
         await engine.stop()
 
 
+def unshared() -> bytes:
+    """A root of its own: nothing is hot under it."""
+    return secrets.token_bytes(16)
+
+
 def sinks_for(engine: Engine, start: int, stop: int, memory: Memory = own_memory) -> list[ChunkSink]:
     """A sink for each chunk of `[start, stop)`."""
     card = engine.card
@@ -83,12 +89,14 @@ async def prefilled(
     *,
     loaded: Sequence[ChunkSink] = (),
     seq_id: str = "prefill",
-    root: bytes = b"",
+    root: bytes | None = None,
     memory: Memory = own_memory,
 ) -> list[ChunkSink]:
     """Chunks of all positions but the last: those given, and those computed behind them."""
     num_loaded = sum(chunk.num_tokens for chunk in loaded)
-    engine.open(SequenceSpec(seq_id, tokens, len(tokens), num_loadable=num_loaded, has_sinks=True, root=root))
+    engine.open(
+        SequenceSpec(seq_id, tokens, len(tokens), num_loadable=num_loaded, has_sinks=True, root=root or unshared())
+    )
     try:
         for chunk in loaded:
             await engine.load(seq_id, chunk.index, chunk.num_tokens, chunk.payload)
@@ -112,13 +120,15 @@ async def generated(
     num_known: int = 0,
     stop_tokens: frozenset[int] = frozenset(),
     seq_id: str = "decode",
-    root: bytes = b"",
+    root: bytes | None = None,
 ) -> list[Sampled]:
     """What the engine generates after `tokens`, where the chunks given are loaded and the rest is computed."""
     max_tokens = len(tokens) + (sampling.max_tokens or 0) - num_known
     spec = DecodeSpec(sampling, seed, num_known, stop_tokens)
     num_computed = sum(chunk.num_tokens for chunk in loaded)
-    engine.open(SequenceSpec(seq_id, tokens, max_tokens, decode=spec, num_loadable=num_computed, root=root))
+    engine.open(
+        SequenceSpec(seq_id, tokens, max_tokens, decode=spec, num_loadable=num_computed, root=root or unshared())
+    )
     try:
         await asyncio.gather(*(engine.load(seq_id, chunk.index, chunk.num_tokens, chunk.payload) for chunk in loaded))
         return [token async for token in engine.decode(seq_id, num_computed)]
