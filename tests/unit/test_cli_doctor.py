@@ -32,7 +32,9 @@ def member(what: str, *, is_heard: bool = True, is_recorded: bool | None = True)
 def pair(chosen: str | None) -> Pair:
     paths = (
         ProbedPath(transport="shm", is_usable=False, reason="node-b is on host 'y'"),
-        ProbedPath(transport="tcp", is_usable=chosen is not None, gb_per_s=2.5, num_bytes=64 << 20),
+        ProbedPath(
+            transport="tcp", is_usable=chosen is not None, gb_per_s=2.5, num_bytes=64 << 20, slice_bytes=4 << 20
+        ),
     )
     return Pair(reader=A, source=B, chosen=chosen, paths=paths)
 
@@ -92,6 +94,11 @@ def test_the_screen_shows_choice_speed_and_why_not_the_others() -> None:
     report = Report(checks=checks, members=tuple(member(what) for what in WHOLE), pairs=(pair("tcp"),))
     output = io.StringIO()
     print_report(Console(file=output, width=160), report)
-    for words in ("tcp: 2.50 GB/s over 64 MiB", "shm: node-b is on host 'y'", "round trip [1] ms", "all is well"):
+    for words in (
+        "tcp: 2.50 GB/s, 64 MiB in slots of 4,096 KiB",
+        "shm: node-b is on host 'y'",
+        "round trip [1] ms",
+        "all is well",
+    ):
         assert words in output.getvalue(), words
     assert "tcp" in next(line for line in output.getvalue().splitlines() if "node-a" in line and "node-b" in line)

@@ -66,6 +66,7 @@ async def test_each_transport_is_measured_and_the_best_chosen(nodes: tuple[Node,
     assert paths["tcp"].is_usable
     assert 0 < paths["tcp"].num_bytes <= NUM_BYTES
     assert (paths["tcp"].gb_per_s or 0) > 0
+    assert paths["tcp"].slice_bytes == SLOT_BYTES
     assert is_back(first, second)
 
 

@@ -24,6 +24,8 @@ class ProbedPath(Message, frozen=True):
     gb_per_s: float | None = None
     """Measured just now; None where it wasn't."""
     num_bytes: int = 0
+    slice_bytes: int = 0
+    """Of one slot that was read: small ones measure the way to them rather than bandwidth."""
 
 
 class Probed(Message, frozen=True, tag="kvtier.probed.v1"):

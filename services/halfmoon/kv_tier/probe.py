@@ -25,8 +25,9 @@ MAX_PROBE_BYTES = 1 << 30
 MAX_PROBE_S = 10.0
 _CALL_S = 2.0
 _REQUEST = RequestId("probe")
-_BATCH_SLICES = 8
-"""Read at once: as many as a pull usually does."""
+_BATCH_BYTES = 8 << 20
+_MIN_BATCH_SLICES, _MAX_BATCH_SLICES = 8, 64
+"""Read at once: as many as a pull usually does; more where slots are small."""
 
 
 class Unmeasurable(Exception):
@@ -121,14 +122,16 @@ class Prober:
         """Also of a path that is set aside: should it work again, it is known from now on."""
         limit_ns = int(min(request.time_limit_s, MAX_PROBE_S) * 1e9)
         limit_bytes = min(request.num_bytes, MAX_PROBE_BYTES)
-        batch_bytes = _BATCH_SLICES * len(target.destination)
+        slice_bytes = len(target.destination)
+        batch_slices = max(_MIN_BATCH_SLICES, min(_MAX_BATCH_SLICES, _BATCH_BYTES // slice_bytes))
+        batch_bytes = batch_slices * slice_bytes
         num_bytes = 0
         started_ns = 0
         begun_ns = time.time_ns()
         while True:
             one = SliceRead(target.slot.slot, target.slot.generation, 0, target.destination)
             # The first read connects; it isn't counted.
-            slices = [one] * (_BATCH_SLICES if started_ns else 1)
+            slices = [one] * (batch_slices if started_ns else 1)
             results = await self._paths.read_over(
                 transport, target.info, target.lease_id, slices, deadline_ns=begun_ns + 2 * limit_ns
             )
@@ -147,6 +150,7 @@ class Prober:
             is_usable=True,
             gb_per_s=num_bytes / max(1, now_ns - started_ns),
             num_bytes=num_bytes,
+            slice_bytes=slice_bytes,
         )
 
     async def _target(self, peer: NodeInfo, undo: AsyncExitStack) -> _Target:

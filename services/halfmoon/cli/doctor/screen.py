@@ -53,7 +53,8 @@ def _told(pair: Pair) -> str:
 
 def _path(path: ProbedPath) -> str:
     if path.gb_per_s is not None:
-        return f"{path.transport}: {_speed(path.gb_per_s)} GB/s over {path.num_bytes / 2**20:,.0f} MiB"
+        much, each = f"{path.num_bytes / 2**20:,.0f} MiB", f"{path.slice_bytes / 2**10:,.0f} KiB"
+        return f"{path.transport}: {_speed(path.gb_per_s)} GB/s, {much} in slots of {each}"
     return f"{path.transport}: {path.reason or ('usable' if path.is_usable else 'not usable')}"
 
 
