@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import cast
 
 import structlog
 from opentelemetry.sdk.trace import ReadableSpan
@@ -18,6 +19,7 @@ from halfmoon.bus.protocol import Bus, BusMessage
 from halfmoon.chunks.keys import chunk_keys
 from halfmoon.decode.config import DecodeConfig
 from halfmoon.decode.service import Decode
+from halfmoon.engine.contract import Engine
 from halfmoon.lifecycle import Runtime
 from halfmoon.prefill.config import PrefillConfig
 from halfmoon.prefill.service import Prefill
@@ -251,9 +253,10 @@ async def cluster(
     decode_settings: dict[str, object] | None = None,
     prefill_settings: dict[str, object] | None = None,
     pool_settings: dict[str, object] | None = None,
-    prefill_engine: ExactEngine | None = None,
-    decode_engine: ExactEngine | None = None,
+    prefill_engine: Engine | None = None,
+    decode_engine: Engine | None = None,
 ) -> AsyncIterator[Cluster]:
+    """Engines of another kind than `ExactEngine` go with settings that name their model, and slots of their size."""
     broker = MemoryBroker()
     model = tiny_tokenizer.byte_level(directory / "model")
     failures: list[str] = []
@@ -273,6 +276,7 @@ async def cluster(
         stack.push_async_callback(telemetry_p.aclose)
         stack.push_async_callback(telemetry_d.aclose)
         log = structlog.stdlib.get_logger("test")
+        worker: dict[str, object] = {"model": model, **UNHEARD}
         bus_p, bus_d, bus = MemoryBus(broker), MemoryBus(broker), MemoryBus(broker)
         for each in (bus_p, bus_d, bus):
             stack.push_async_callback(each.close)
@@ -280,7 +284,7 @@ async def cluster(
             Runtime(
                 service="prefill",
                 worker_id=PREFILL,
-                config=PrefillConfig(node="node-a", model=model, **(UNHEARD | (prefill_settings or {}))),  # type: ignore[arg-type]
+                config=PrefillConfig(**(worker | {"node": "node-a"} | (prefill_settings or {}))),  # type: ignore[arg-type]
                 bus=bus_p,
                 telemetry=telemetry_p,
                 metrics=Metrics(),
@@ -294,7 +298,7 @@ async def cluster(
             Runtime(
                 service="decode",
                 worker_id=DECODE,
-                config=DecodeConfig(node="node-b", model=model, **(UNHEARD | (decode_settings or {}))),  # type: ignore[arg-type]
+                config=DecodeConfig(**(worker | {"node": "node-b"} | (decode_settings or {}))),  # type: ignore[arg-type]
                 bus=bus_d,
                 telemetry=telemetry_d,
                 metrics=Metrics(),
@@ -314,8 +318,8 @@ async def cluster(
             node_b,
             prefill,
             decode,
-            prefill_engine,
-            decode_engine,
+            cast("ExactEngine", prefill_engine),
+            cast("ExactEngine", decode_engine),
             spans_p,
             spans_d,
             (telemetry_p, telemetry_d),
