@@ -12,7 +12,7 @@ ARGS ?=
 BIN := .venv/bin
 export PYTHON TORCH
 
-.PHONY: help up test test-vllm check format bench bench-vllm docs setup setup-dev clean
+.PHONY: help up test test-rdma test-vllm check format bench bench-vllm docs setup setup-dev clean
 
 help:            ## Say what there is
 	@sed -n 's/^\([a-z-]*\):[^#]*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 18
@@ -30,6 +30,9 @@ test: setup-dev  ## Pass the tests: real servers, real processes, the real small
 
 test-vllm:       ## Pass the tests of the vLLM engine, in vLLM's own environment; fails where none could be run
 	scripts/vllm.sh pytest -m vllm --require-vllm tests/engine_vllm tests/contract/test_engine_contract.py $(ARGS)
+
+test-rdma: setup-dev ## Pass the tests of RDMA on Soft-RoCE, in virtual machines (Debian 12, root); fails where none could be run
+	scripts/test_rdma.sh $(ARGS)
 
 check: setup-dev ## Lint, format, types, layers, and whether generated docs are up to date
 	$(BIN)/ruff check .

@@ -70,9 +70,11 @@ async def read_whole(
 async def test_kv_tiers_pull_from_each_other_over_rdma(kv_tiers: list[KvTierProcess], bus: Bus) -> None:
     one, other = (PoolClient(bus, NodeId(node), WorkerId(f"worker-{node}")) for node in ("node-a", "node-b"))
     try:
-        for client in (one, other):
+        for client, process in zip((one, other), kv_tiers, strict=True):
+            await until(process.has_begun, START_S, what="it serves, or has given up")
+            assert process.process.poll() is None, process.log
             await client.wait_ready(START_S)
-            assert client.info.rdma is not None, [process.log for process in kv_tiers]
+            assert client.info.rdma is not None, process.log
             assert client.info.rdma.windows
         for writer, reader, names in ((one, other, ("a", "b", "c")), (other, one, ("d", "e"))):
             await writer.release(await write_chunks(writer, *names))

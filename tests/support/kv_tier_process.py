@@ -32,6 +32,10 @@ class KvTierProcess:
     def log(self) -> str:
         return self.log_path.read_text(errors="replace")
 
+    def has_begun(self) -> bool:
+        """Whether it serves, or has ended."""
+        return "pool ready" in self.log or self.process.poll() is not None
+
     def signal(self, number: int) -> None:
         self.process.send_signal(number)
 

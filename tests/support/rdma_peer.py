@@ -17,13 +17,14 @@ from pathlib import Path
 
 import msgspec
 
-from halfmoon.bus.endpoint import serve
+from halfmoon.bus.endpoint import Envelope, serve
 from halfmoon.bus.errors import NoResponders
 from halfmoon.bus.nats import NatsBus, NatsSettings
+from halfmoon.bus.protocol import Bus
 from halfmoon.pool.arena import Arena, arena_path
 from halfmoon.schemas import subjects
 from halfmoon.schemas.ids import LeaseId, NodeId
-from halfmoon.schemas.kv_tier import NodeInfo
+from halfmoon.schemas.kv_tier import Describe, NodeInfo
 from halfmoon.schemas.rdma import (
     RdmaChallenge,
     RdmaConnect,
@@ -209,16 +210,26 @@ class RdmaPeerProcess:
         Path(self.info.arena_path).unlink(missing_ok=True)
 
 
+async def serve_verbs(bus: Bus, peer: RdmaPeer) -> None:
+    """What a kv-tier answers to those who read it over rdma."""
+    server, prefix = peer.server, subjects.kv_tier(NODE)
+
+    async def describe(request: Describe, envelope: Envelope) -> NodeInfo:
+        return peer.info
+
+    await serve(bus, f"{prefix}.rdma_hello", RdmaHello, lambda request, _: server.hello(request))
+    await serve(bus, f"{prefix}.rdma_connect", RdmaConnect, lambda request, _: server.connect(request))
+    await serve(bus, f"{prefix}.rdma_grant", RdmaGrant, lambda request, _: server.grant(request))
+    await serve(bus, f"{prefix}.rdma_disconnect", RdmaDisconnect, lambda request, _: server.disconnect(request))
+    await serve(bus, f"{prefix}.describe", Describe, describe)
+
+
 async def _main() -> None:
     directory, secret, nats_url, epoch, windows = sys.argv[1:]
     bus = await NatsBus.connect(NatsSettings(url=nats_url))
     peer = RdmaPeer(Path(directory), secret=secret, epoch=int(epoch), windows=windows == "1")
     async with peer.serving():
-        server, prefix = peer.server, subjects.kv_tier(NODE)
-        await serve(bus, f"{prefix}.rdma_hello", RdmaHello, lambda request, _: server.hello(request))
-        await serve(bus, f"{prefix}.rdma_connect", RdmaConnect, lambda request, _: server.connect(request))
-        await serve(bus, f"{prefix}.rdma_grant", RdmaGrant, lambda request, _: server.grant(request))
-        await serve(bus, f"{prefix}.rdma_disconnect", RdmaDisconnect, lambda request, _: server.disconnect(request))
+        await serve_verbs(bus, peer)
         sys.stdout.buffer.write(msgspec.json.encode(peer.info) + b"\n")
         sys.stdout.buffer.flush()
         await asyncio.to_thread(sys.stdin.read)
