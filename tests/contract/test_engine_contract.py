@@ -374,6 +374,7 @@ async def test_a_cancelled_load_is_waited_for(engine: Engine) -> None:
     view.release()  # fails where somebody still holds the memory
 
 
+# vLLM, whose start takes half a minute, is asked this when its tests end: tests/engine_vllm/conftest.py.
 @pytest.mark.parametrize("kind", ["sim", pytest.param("torch", marks=pytest.mark.model)])
 async def test_stop_closes_everything_and_is_idempotent(kind: str) -> None:
     async with started(kind, small_model(), kv_tokens=KV_TOKENS) as engine:
@@ -388,7 +389,7 @@ async def test_stop_closes_everything_and_is_idempotent(kind: str) -> None:
         await engine.stop()
 
 
-@pytest.mark.parametrize("kind", ["sim", "torch"])
+@pytest.mark.parametrize("kind", ["sim", "torch", pytest.param("vllm", marks=pytest.mark.vllm)])
 async def test_before_start_there_is_nothing(kind: str) -> None:
     from halfmoon.engine.factory import EngineSettings, build_engine
 

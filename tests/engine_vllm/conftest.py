@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 
+from halfmoon.engine.contract import DecodeSpec, Engine, EngineError, SequenceClosed, SequenceSpec
+from halfmoon.schemas.requests import Sampling
 from support.engines import CHUNK_TOKENS, started
 from support.model import small_model
 from support.slots import Slots
@@ -28,6 +30,21 @@ async def shared_pair() -> AsyncIterator[Pair]:
             ),
         )
         yield Pair(prefill, decode)
+        await stop_closes_everything(decode)
+
+
+async def stop_closes_everything(engine: Engine) -> None:
+    """Twice at once, amid a generation."""
+    spec = DecodeSpec(Sampling(temperature=0.0, max_tokens=1000), seed=0)
+    engine.open(SequenceSpec("running", [5, 6, 7], 1003, decode=spec))
+    running = engine.decode("running", 0)
+    assert (await anext(running)).position == 0
+    await asyncio.gather(engine.stop(), engine.stop())
+    with pytest.raises(SequenceClosed):
+        async for _ in running:
+            pass
+    with pytest.raises(EngineError):
+        engine.open(SequenceSpec("late", [5], 2))
 
 
 @pytest_asyncio.fixture(loop_scope="session")
