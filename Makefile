@@ -12,7 +12,7 @@ ARGS ?=
 BIN := .venv/bin
 export PYTHON TORCH
 
-.PHONY: help up test test-rdma test-vllm check format bench bench-vllm docs setup setup-dev clean
+.PHONY: help up test test-rdma test-vllm fuzz check format bench bench-vllm docs setup setup-dev clean
 
 help:            ## Say what there is
 	@sed -n 's/^\([a-z-]*\):[^#]*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 18
@@ -33,6 +33,9 @@ test-vllm:       ## Pass the tests of the vLLM engine, in vLLM's own environment
 
 test-rdma: setup-dev ## Pass the tests of RDMA on Soft-RoCE, in virtual machines (Debian 12, root); fails where none could be run
 	scripts/test_rdma.sh $(ARGS)
+
+fuzz: setup-dev  ## Fuzz the framing of the tcp transport, 100,000 cases each way (an hour or so)
+	HALFMOON_FUZZ_CASES=100000 $(BIN)/pytest --timeout=0 tests/wire/test_transport_fuzz.py $(ARGS)
 
 check: setup-dev ## Lint, format, types, layers, and whether generated docs are up to date
 	$(BIN)/ruff check .

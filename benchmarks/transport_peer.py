@@ -63,7 +63,7 @@ def serve(directory: str, slot_bytes: int, num_slots: int) -> None:
     arena.tables.set_lease(LEASE, _NEVER_NS)
 
     def authorize(lease_id: LeaseId, slot: int, generation: int, end: int) -> tuple[ReadOutcome, str] | None:
-        return refusal(arena, lease_id, slot, generation, end, time.time_ns())
+        return refusal(arena.tables, lease_id, slot, generation, end, time.time_ns())
 
     share_interpreter()
     server = TcpServer(arena, NodeId("peer"), 1, authorize, secret=SECRET)

@@ -8,9 +8,12 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initial
 
 from halfmoon.kv_tier.ledger import LeaseGone, Ledger
 from halfmoon.kv_tier.policy import plan_eviction
+from halfmoon.kv_tier.state import SlotState
+from halfmoon.pool.tables import ArenaTables, table_bytes
 from halfmoon.schemas.chunks import ChunkMeta
 from halfmoon.schemas.ids import ChunkKey, LeaseId, RequestId, WorkerId
 from halfmoon.schemas.kv_tier import WrittenChunk
+from halfmoon.transport import shm
 
 NUM_SLOTS = 5
 SLOT_BYTES = 4096
@@ -51,13 +54,25 @@ class LedgerMachine(RuleBasedStateMachine):
     def start(self) -> None:
         self.now_ns = 1_000
         self.generations: dict[int, int] = {}
-        self.ledger = Ledger(NUM_SLOTS, SLOT_BYTES, self.generations.__setitem__)
+        self.tables = ArenaTables(memoryview(bytearray(table_bytes(NUM_SLOTS))), NUM_SLOTS)
+        """What those who map the arena see."""
+        self.ledger = Ledger(
+            NUM_SLOTS,
+            SLOT_BYTES,
+            self.publish_generation,
+            publish_readable=self.tables.set_readable_bytes,
+            publish_lease=self.tables.set_lease,
+        )
         self.copies: set[Copy] = set()
         self.found: dict[ChunkKey, Copy] = {}
         self.live: dict[LeaseId, ModelLease] = {}
         self.num_opened = 0
         self.num_commits = 0
         self.highest: dict[int, int] = dict(self.generations)
+
+    def publish_generation(self, slot: int, generation: int) -> None:
+        self.generations[slot] = generation
+        self.tables.set_generation(slot, generation)
 
     def drop(self, gone: ModelLease) -> None:
         del self.live[gone.lease_id]
@@ -208,6 +223,10 @@ class LedgerMachine(RuleBasedStateMachine):
         refusal = self.ledger.refusal(lease.lease_id, copy.slot, copy.generation, 100, self.now_ns)
         assert (refusal is None) == (lease.lease_id in self.live and copy.written)
         assert self.ledger.refusal(lease.lease_id, copy.slot, copy.generation, 101, self.now_ns) is not None
+        for end in (100, 101):
+            told = self.ledger.refusal(lease.lease_id, copy.slot, copy.generation, end, self.now_ns)
+            seen = shm.refusal(self.tables, lease.lease_id, copy.slot, copy.generation, end, self.now_ns)
+            assert (seen and seen[0]) == (told and told[0]), (seen, told)
 
     @invariant()
     def agrees(self) -> None:
@@ -218,6 +237,14 @@ class LedgerMachine(RuleBasedStateMachine):
         assert {slot.key for slot in self.ledger.slots.registered()} == {
             copy.key for copy in self.copies if copy.registered
         }
+        for number in range(NUM_SLOTS):
+            slot = self.ledger.slots[number]
+            leased_bytes = slot.num_bytes if slot.state is SlotState.LEASED else 0
+            assert self.tables.readable_bytes(number) == leased_bytes
+        for lease_id in (LeaseId(f"lease-{number}") for number in range(1, self.num_opened + 1)):
+            lease = self.live.get(lease_id)
+            assert self.tables.lease_expires_ns(lease_id) == (None if lease is None else lease.expires_ns)
+        assert self.tables.num_unlisted_leases == 0
         assert all(self.generations[number] >= seen for number, seen in self.highest.items())
         self.highest.update(self.generations)
 

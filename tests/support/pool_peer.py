@@ -1,7 +1,7 @@
 """A peer whose arena is read over a transport: in this process, or in one of its own that can be killed or stopped.
 
-Run as a program: `python -m support.pool_peer <directory> <secret or -> <port> <epoch>`; prints its NodeInfo as JSON,
-then lives until its input ends.
+Run as a program: `python -m support.pool_peer <directory> <secret or -> <port> <epoch> <end of its lease>`; prints its
+NodeInfo as JSON, then lives until its input ends.
 """
 
 import functools
@@ -10,6 +10,7 @@ import random
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import msgspec
@@ -18,6 +19,7 @@ from halfmoon.pool.arena import Arena, arena_path
 from halfmoon.schemas.ids import LeaseId, NodeId
 from halfmoon.schemas.kv_tier import NodeInfo
 from halfmoon.transport.protocol import ReadOutcome
+from halfmoon.transport.shm import refusal
 from halfmoon.transport.tcp_server import TcpServer
 from support.wait import until_blocking
 
@@ -39,13 +41,15 @@ def payload(slot: int, epoch: int = 1) -> bytes:
 class Peer:
     """An arena full of known bytes, served over tcp."""
 
-    def __init__(self, directory: Path, secret: str | None, *, port: int = 0, epoch: int = 1) -> None:
+    def __init__(
+        self, directory: Path, secret: str | None, *, port: int = 0, epoch: int = 1, lease_ends_ns: int = NEVER_NS
+    ) -> None:
         self.arena = Arena.create(arena_path(directory, NODE, epoch), SLOT_BYTES, NUM_SLOTS)
         for slot in range(NUM_SLOTS):
             self.arena.slot(slot)[:] = payload(slot, epoch)
             self.arena.tables.set_generation(slot, GENERATION)
             self.arena.tables.set_readable_bytes(slot, SLOT_BYTES)
-        self.arena.tables.set_lease(GOOD_LEASE, NEVER_NS)
+        self.arena.tables.set_lease(GOOD_LEASE, lease_ends_ns)
         self.server = TcpServer(self.arena, NODE, epoch, self.authorize, secret=secret, port=port)
         self.server.start()
         self.info = NodeInfo(
@@ -59,9 +63,7 @@ class Peer:
         )
 
     def authorize(self, lease_id: LeaseId, slot: int, generation: int, end: int) -> tuple[ReadOutcome, str] | None:
-        if self.arena.generation(slot) != generation:
-            return ReadOutcome.STALE, f"slot {slot} is in another generation"
-        return None if lease_id == GOOD_LEASE else (ReadOutcome.REFUSED, f"no lease {lease_id}")
+        return refusal(self.arena.tables, lease_id, slot, generation, end, time.time_ns())
 
     def close(self) -> None:
         self.server.close()
@@ -72,9 +74,12 @@ class Peer:
 class PeerProcess:
     """A peer in a process of its own."""
 
-    def __init__(self, directory: Path, secret: str | None, *, port: int = 0, epoch: int = 1) -> None:
+    def __init__(
+        self, directory: Path, secret: str | None, *, port: int = 0, epoch: int = 1, lease_ends_ns: int = NEVER_NS
+    ) -> None:
+        numbers = [str(number) for number in (port, epoch, lease_ends_ns)]
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "support.pool_peer", str(directory), secret or "-", str(port), str(epoch)],
+            [sys.executable, "-m", "support.pool_peer", str(directory), secret or "-", *numbers],
             env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[1])},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -106,8 +111,9 @@ def _state(thread: Path) -> str:
 
 
 def main() -> None:
-    directory, secret, port, epoch = sys.argv[1:]
-    peer = Peer(Path(directory), None if secret == "-" else secret, port=int(port), epoch=int(epoch))
+    directory, secret, *numbers = sys.argv[1:]
+    port, epoch, lease_ends_ns = (int(number) for number in numbers)
+    peer = Peer(Path(directory), None if secret == "-" else secret, port=port, epoch=epoch, lease_ends_ns=lease_ends_ns)
     sys.stdout.buffer.write(msgspec.json.encode(peer.info) + b"\n")
     sys.stdout.buffer.flush()
     sys.stdin.read()

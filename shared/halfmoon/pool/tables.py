@@ -96,7 +96,7 @@ class ArenaTables:
         self._words[2 * self._num_slots] = len(self._unlisted)
 
     def _places(self, token: int) -> Iterator[int]:
-        bucket = self._first_bucket + (token % _NUM_BUCKETS) * 2 * _WAYS
+        bucket = self._first_bucket + ((token >> 1) % _NUM_BUCKETS) * 2 * _WAYS
         return iter(range(bucket, bucket + 2 * _WAYS, 2))
 
     def _checked(self, slot: int) -> int:

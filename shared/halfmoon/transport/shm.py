@@ -15,6 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from halfmoon.pool.arena import Arena, ArenaError
+from halfmoon.pool.tables import ArenaTables
 from halfmoon.schemas.ids import LeaseId
 from halfmoon.schemas.kv_tier import NodeInfo
 from halfmoon.transport.protocol import ReadOutcome, SliceRead, SliceResult
@@ -106,13 +107,12 @@ class ShmTransport:
 
 
 def refusal(
-    arena: Arena, lease_id: LeaseId, slot: int, generation: int, end: int, now_ns: int
+    tables: ArenaTables, lease_id: LeaseId, slot: int, generation: int, end: int, now_ns: int
 ) -> tuple[ReadOutcome, str] | None:
     """Why bytes up to `end` of this slot may not be taken now under this lease; None where they may.
 
-    Looks into the arena's tables, which its owner keeps; asks nobody. Raises ValueError for a slot that isn't there.
+    Looks into an arena's tables, which its owner keeps; asks nobody. Raises ValueError for a slot that isn't there.
     """
-    tables = arena.tables
     if (found := tables.generation(slot)) != generation:
         return ReadOutcome.STALE, f"slot {slot} is in generation {found}, not {generation}"
     expires_ns = tables.lease_expires_ns(lease_id)
@@ -142,11 +142,11 @@ def _copy_one(
     end = wanted.offset + len(wanted.destination)
     try:
         source = arena.slot(wanted.slot, len(wanted.destination), wanted.offset)
-        refused = refusal(arena, lease_id, wanted.slot, wanted.generation, end, started_ns)
+        refused = refusal(arena.tables, lease_id, wanted.slot, wanted.generation, end, started_ns)
         if refused is None:
             copy(wanted.destination, source)
             finished_ns = time.time_ns()
-            refused = refusal(arena, lease_id, wanted.slot, wanted.generation, end, finished_ns)
+            refused = refusal(arena.tables, lease_id, wanted.slot, wanted.generation, end, finished_ns)
     except ValueError as error:
         return failed(ReadOutcome.REFUSED, str(error), started_ns)
     if refused is not None:
