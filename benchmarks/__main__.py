@@ -19,7 +19,7 @@ from typing import Any
 
 from rich.console import Console
 
-from benchmarks import overlap, system, transport_bandwidth, transport_page
+from benchmarks import index, overlap, system, transport_bandwidth, transport_page
 
 PAGE = Path(__file__).parents[1] / "docs" / "benchmarks.md"
 AIMS = {
@@ -45,6 +45,7 @@ def page(
     figures: system.SystemFigures,
     bandwidths: transport_bandwidth.Figures,
     overlaps: Sequence[overlap.Overlap],
+    indexes: index.Figures,
 ) -> str:
     lines = [
         "# Benchmarks",
@@ -107,6 +108,8 @@ def page(
         *transport_page.section(bandwidths),
         "",
         *overlap.section(overlaps),
+        "",
+        *index.section(indexes),
     ]
     return "\n".join(lines) + "\n"
 
@@ -115,6 +118,7 @@ def measure_alone(name: str, console: Console) -> None:
     """One section anew, in the page that is there."""
     sections: dict[str, tuple[str, Callable[[], list[str]]]] = {
         "transports": (transport_page.HEADING, lambda: transport_page.section(transport_bandwidth.run())),
+        "index": (index.HEADING, lambda: index.section(index.run())),
         "overlap": (overlap.HEADING, lambda: overlap.section(overlap.measure())),
     }
     if name not in sections:
@@ -150,7 +154,9 @@ def main() -> None:
         bandwidths = transport_bandwidth.run()
         status.update("the hand-over")
         overlaps = overlap.measure()
-    text = page(engines, figures, bandwidths, overlaps)
+        status.update("the chunk index")
+        indexes = index.run()
+    text = page(engines, figures, bandwidths, overlaps, indexes)
     PAGE.write_text(text)
     console.print(text, markup=False, highlight=False)
 

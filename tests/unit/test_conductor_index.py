@@ -1,7 +1,5 @@
 """The chunk index against a naive one, and its rules for epochs."""
 
-from dataclasses import dataclass, field
-
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -16,6 +14,7 @@ from halfmoon.schemas.chunks import (
     NodeCleared,
 )
 from halfmoon.schemas.ids import ChunkKey, NodeId, RequestId
+from support.naive_index import NaiveIndex
 
 NODES = [NodeId("a"), NodeId("b"), NodeId("c")]
 KEYS = [ChunkKey(bytes([number]) * 32) for number in range(6)]
@@ -41,30 +40,6 @@ def evicted(node: NodeId, epoch: int, *keys: ChunkKey) -> ChunkEvicted:
     return ChunkEvicted(node=node, epoch=epoch, keys=keys, reason=EvictReason.CAPACITY)
 
 
-@dataclass
-class Naive:
-    """All events so far, read anew for each question."""
-
-    events: list[ChunkEvent] = field(default_factory=list)
-
-    def epoch(self, node: NodeId) -> int | None:
-        return max((event.epoch for event in self.events if event.node == node), default=None)
-
-    def holds(self, node: NodeId, key: ChunkKey) -> bool:
-        held = False
-        newest = -1
-        for event in self.events:
-            if event.node != node or event.epoch < newest:
-                continue
-            if event.epoch > newest:
-                held, newest = False, event.epoch
-            if isinstance(event, ChunkRegistered) and any(chunk.key == key for chunk in event.chunks):
-                held = True
-            if isinstance(event, ChunkEvicted) and key in event.keys:
-                held = False
-        return held
-
-
 some_keys = st.lists(st.sampled_from(KEYS), max_size=4)
 events = st.lists(
     st.one_of(
@@ -78,7 +53,7 @@ events = st.lists(
 
 @given(events=events, live=st.dictionaries(st.sampled_from(NODES), st.integers(1, 3)))
 def test_it_agrees_with_a_naive_model(events: list[ChunkEvent], live: dict[NodeId, int]) -> None:
-    index, naive = ChunkIndex(), Naive()
+    index, naive = ChunkIndex(), NaiveIndex()
     for event in events:
         index.apply(event)
         naive.events.append(event)
@@ -105,7 +80,7 @@ def test_it_agrees_with_a_naive_model(events: list[ChunkEvent], live: dict[NodeI
 def test_a_snapshot_and_the_events_after_it_are_as_good_as_all_events(
     events: list[ChunkEvent], extra: list[ChunkEvent]
 ) -> None:
-    whole, naive = ChunkIndex(), Naive()
+    whole, naive = ChunkIndex(), NaiveIndex()
     for event in events:
         whole.apply(event)
         naive.events.append(event)

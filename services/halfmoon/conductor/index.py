@@ -7,10 +7,15 @@ before is gone; an event of an older one is too late to matter.
 from collections.abc import Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
-from typing import assert_never
+from typing import Final, assert_never
 
+from halfmoon.conductor.holders import NOBODY, HolderSets
 from halfmoon.schemas.chunks import ChunkEvent, ChunkEvicted, ChunkPlacement, ChunkRegistered, NodeCleared
 from halfmoon.schemas.ids import ChunkKey, NodeId
+
+_SWEEP_SHARE: Final = 8
+"""A sweep begins when more than one chunk in so many has no holder."""
+_SWEEP_STEP: Final = 2000
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,12 +41,20 @@ class Match:
 
 
 class ChunkIndex:
-    """Chunk key → nodes, and node → chunk keys, so that a node can go at once."""
+    """Chunk key → the set of its holders, at about 130 bytes a chunk (see docs/decisions.md).
+
+    Keys are compared whole: by `dict`, which hashes them with a seed that nobody outside knows. There is no list of
+    what a node holds; when it goes, its name leaves the sets, and chunks that nobody holds any more are swept out while
+    later events are taken in.
+    """
 
     def __init__(self) -> None:
-        self._holders: dict[ChunkKey, set[NodeId]] = {}
-        self._held: dict[NodeId, set[ChunkKey]] = {}
+        self._numbers: dict[ChunkKey, int] = {}
+        self._sets = HolderSets()
         self._epochs: dict[NodeId, int] = {}
+        self._live: dict[NodeId, int] | None = None
+        """What the sets' visible nodes were worked out from; None where they have to be anew."""
+        self._to_sweep: list[ChunkKey] = []
 
     @classmethod
     def of(cls, placements: Iterable[ChunkPlacement], epochs: Mapping[NodeId, int]) -> "ChunkIndex":
@@ -49,18 +62,32 @@ class ChunkIndex:
         index = cls()
         for node, epoch in epochs.items():
             index._enter(node, epoch)
-        for placement in placements:
-            if index._enter(placement.node, placement.epoch):
-                index._put(placement.node, placement.chunk.key)
+        index.admit(placements)
         return index
 
     def __len__(self) -> int:
         """Number of distinct chunks."""
-        return len(self._holders)
+        return len(self._numbers) - self._sets.num_orphans
+
+    @property
+    def num_sets(self) -> int:
+        """Different sets of holders in use, the empty one among them."""
+        return len(self._sets)
+
+    @property
+    def num_orphans(self) -> int:
+        """Chunks still to be swept out, whose nodes are gone."""
+        return self._sets.num_orphans
 
     @property
     def epochs(self) -> Mapping[NodeId, int]:
         return self._epochs
+
+    def admit(self, placements: Iterable[ChunkPlacement]) -> None:
+        """Take in (more) placements of a snapshot. Those of an older epoch change nothing."""
+        for placement in placements:
+            if self._enter(placement.node, placement.epoch):
+                self._put(placement.node, placement.chunk.key)
 
     def apply(self, event: ChunkEvent) -> None:
         """Take in one event of the stream, in order. Repeats, and late events of an older epoch, change nothing."""
@@ -77,43 +104,64 @@ class ChunkIndex:
                 pass
             case _ as unreachable:
                 assert_never(unreachable)
+        self._sweep()
 
     def nodes_of(self, key: ChunkKey) -> AbstractSet[NodeId]:
-        return frozenset(self._holders.get(key, ()))
+        return self._sets.nodes(self._numbers.get(key, NOBODY))
 
     def match(self, keys: Sequence[ChunkKey], live: Mapping[NodeId, int]) -> Match:
         """The longest prefix of `keys` that the live nodes hold together. `live` maps each to its present epoch."""
-        trusted = {node for node, epoch in live.items() if self._epochs.get(node) == epoch}
+        if live != self._live:
+            self._live = dict(live)
+            trusted = frozenset(node for node, epoch in live.items() if self._epochs.get(node) == epoch)
+            self._sets.trust(trusted)
+        number_of, visible = self._numbers.get, self._sets.visible
         found: list[frozenset[NodeId]] = []
         for key in keys:
-            nodes = trusted.intersection(self._holders.get(key, ()))
+            number = number_of(key, NOBODY)
+            nodes = visible[number]
+            if nodes is None:
+                nodes = self._sets.reveal(number)
             if not nodes:
                 break
-            found.append(frozenset(nodes))
+            found.append(nodes)
         return Match(tuple(found))
 
     def _enter(self, node: NodeId, epoch: int) -> bool:
         """Whether an event of this epoch counts. A newer one empties the node first."""
         known = self._epochs.get(node)
+        if known == epoch:
+            return True
         if known is not None and epoch < known:
             return False
-        if known != epoch:
-            self._clear(node)
-            self._epochs[node] = epoch
+        self._sets.remove(node)
+        self._epochs[node] = epoch
+        self._live = None
         return True
 
     def _put(self, node: NodeId, key: ChunkKey) -> None:
-        self._holders.setdefault(key, set()).add(node)
-        self._held.setdefault(node, set()).add(key)
+        self._numbers[key] = self._sets.including(self._numbers.get(key, NOBODY), node)
 
     def _take(self, node: NodeId, key: ChunkKey) -> None:
-        self._held.get(node, set()).discard(key)
-        nodes = self._holders.get(key)
-        if nodes is not None:
-            nodes.discard(node)
-            if not nodes:
-                del self._holders[key]
+        number = self._numbers.get(key)
+        if number is None:
+            return
+        left = self._sets.excluding(number, node)
+        if left == NOBODY:
+            del self._numbers[key]
+        else:
+            self._numbers[key] = left
 
-    def _clear(self, node: NodeId) -> None:
-        for key in self._held.pop(node, set()).copy():
-            self._take(node, key)
+    def _sweep(self) -> None:
+        """A step of removing chunks that nobody holds, where they are many: a pass over all takes as long as several
+        requests would wait."""
+        if not self._to_sweep:
+            if self._sets.num_orphans * _SWEEP_SHARE <= len(self._numbers):
+                return
+            self._to_sweep = list(self._numbers)
+        for key in self._to_sweep[-_SWEEP_STEP:]:
+            number = self._numbers.get(key)
+            if number is not None and self._sets.is_empty(number):
+                del self._numbers[key]
+                self._sets.forget(number)
+        del self._to_sweep[-_SWEEP_STEP:]

@@ -19,7 +19,7 @@ from halfmoon.bus.errors import BusError, StreamGap
 from halfmoon.bus.protocol import Bus
 from halfmoon.conductor.index import ChunkIndex
 from halfmoon.schemas import subjects
-from halfmoon.schemas.chunks import ChunkEvent, ChunkPlacement
+from halfmoon.schemas.chunks import ChunkEvent
 from halfmoon.schemas.ids import NodeId
 from halfmoon.schemas.registry import Snapshot, SnapshotPage
 
@@ -32,9 +32,9 @@ CHECK_S = 0.5
 
 @dataclass(slots=True)
 class _Snapshot:
-    """All pages of one."""
+    """All pages of one, put into an index as they come: the pages of a large cluster are many times larger than it."""
 
-    placements: list[ChunkPlacement] = field(default_factory=list)
+    index: ChunkIndex = field(default_factory=ChunkIndex)
     stream_seq: int = 0
     epochs: dict[NodeId, int] = field(default_factory=dict)
     lost: tuple[NodeId, ...] = ()
@@ -93,7 +93,7 @@ class Indexer:
 
     async def _build(self, gap: asyncio.Event) -> Endpoint:
         snapshot = await self._snapshot()
-        index = ChunkIndex.of(snapshot.placements, snapshot.epochs)
+        index = snapshot.index
 
         async def on_event(seq: int, event: ChunkEvent) -> None:
             index.apply(event)
@@ -136,7 +136,8 @@ class Indexer:
             )
             if ask.cursor is None:
                 snapshot.epochs, snapshot.lost = page.epochs, page.lost
-            snapshot.placements += page.placements
+                snapshot.index = ChunkIndex.of((), page.epochs)
+            snapshot.index.admit(page.placements)
             if page.cursor is None:
                 snapshot.stream_seq = page.stream_seq
                 return snapshot

@@ -1,0 +1,150 @@
+"""Sets of nodes, each kept once and referred to by number: what the chunk index knows of who holds a chunk. Pure.
+
+Many chunks have the same holders (chunks of one prompt, all that one node alone has), so a chunk needs no set of its
+own, only the number of one. And when a node goes, the sets are changed, not the chunks: however many it held.
+
+    key ──→ number ──→ bits of the nodes ──→ the live ones among them, a frozenset (made when first asked for)
+"""
+
+from collections.abc import Iterator
+from typing import Final
+
+from halfmoon.schemas.ids import NodeId
+
+NOBODY: Final = 0
+"""The number of the empty set."""
+
+
+class HolderSets:
+    """Counts how many chunks refer to each set; one that none refers to is dropped, and its number used again."""
+
+    def __init__(self) -> None:
+        self._bits: dict[NodeId, int] = {}
+        self._nodes: dict[int, NodeId] = {}
+        self._masks: list[int] = [0]
+        self._num_chunks: list[int] = [0]
+        self._numbers: dict[int, int] = {0: NOBODY}
+        """Mask → number. Where sets have become equal since a node went, one of them; the others stay as they are."""
+        self._unused: list[int] = []
+        self._trusted_nodes: frozenset[NodeId] = frozenset()
+        self._trusted = 0
+        """The bits of those among them that have one."""
+        self._visible: list[frozenset[NodeId] | None] = [frozenset()]
+        self.num_orphans = 0
+        """Chunks whose set has become empty because its nodes went."""
+
+    def __len__(self) -> int:
+        """Number of sets in use, the empty one among them."""
+        return len(self._masks) - len(self._unused)
+
+    def is_empty(self, number: int) -> bool:
+        return not self._masks[number]
+
+    def nodes(self, number: int) -> frozenset[NodeId]:
+        """All nodes of a set, live or not."""
+        return frozenset(self._named(self._masks[number]))
+
+    def including(self, number: int, node: NodeId) -> int:
+        """Move one chunk from a set (`NOBODY`: a new chunk) to the one that has `node` too; that one's number."""
+        bit = self._bits.get(node)
+        if bit is None:
+            bit = self._assign(node)
+        mask = self._masks[number]
+        return number if mask & bit else self._move(number, mask | bit)
+
+    def excluding(self, number: int, node: NodeId) -> int:
+        """Move one chunk from a set to the one without `node`; that one's number, `NOBODY` where none is left."""
+        mask = self._masks[number]
+        bit = self._bits.get(node, 0)
+        return self._move(number, mask & ~bit) if mask & bit else number
+
+    def forget(self, number: int) -> None:
+        """A chunk that referred to this set is gone from the index."""
+        self._leave(number)
+
+    def remove(self, node: NodeId) -> None:
+        """Take a node out of all sets."""
+        bit = self._bits.pop(node, 0)
+        if not bit:
+            return
+        del self._nodes[bit]
+        self._trusted &= ~bit
+        for number, mask in enumerate(self._masks):
+            if mask & bit:
+                if self._numbers.get(mask) == number:
+                    del self._numbers[mask]
+                rest = mask & ~bit
+                self._masks[number] = rest
+                self._visible[number] = None
+                if rest:
+                    self._numbers.setdefault(rest, number)
+                else:
+                    self.num_orphans += self._num_chunks[number]
+
+    def trust(self, nodes: frozenset[NodeId]) -> None:
+        """From now on `visible` shows these nodes only."""
+        self._trusted_nodes = nodes
+        self._trusted = sum(bit for node, bit in self._bits.items() if node in nodes)
+        self._visible = [None] * len(self._masks)
+        self._visible[NOBODY] = frozenset()
+
+    @property
+    def visible(self) -> list[frozenset[NodeId] | None]:
+        """By number: the trusted nodes of each set; None where `reveal` has still to find out. Valid until a change."""
+        return self._visible
+
+    def reveal(self, number: int) -> frozenset[NodeId]:
+        nodes = self._visible[number] = frozenset(self._named(self._masks[number] & self._trusted))
+        return nodes
+
+    def _move(self, number: int, mask: int) -> int:
+        target = self._numbers.get(mask)
+        if target is None:
+            target = self._new(mask)
+        if target != NOBODY:
+            self._num_chunks[target] += 1
+        if number != NOBODY:
+            self._leave(number)
+        return target
+
+    def _leave(self, number: int) -> None:
+        self._num_chunks[number] -= 1
+        mask = self._masks[number]
+        if not mask:
+            self.num_orphans -= 1
+        if self._num_chunks[number]:
+            return
+        if mask and self._numbers.get(mask) == number:
+            del self._numbers[mask]
+        self._masks[number] = 0
+        self._visible[number] = None
+        self._unused.append(number)
+
+    def _new(self, mask: int) -> int:
+        if self._unused:
+            number = self._unused.pop()
+            self._masks[number] = mask
+            self._visible[number] = None
+        else:
+            number = len(self._masks)
+            self._masks.append(mask)
+            self._num_chunks.append(0)
+            self._visible.append(None)
+        self._numbers[mask] = number
+        return number
+
+    def _assign(self, node: NodeId) -> int:
+        """The lowest bit that no node has: those of nodes that went are used again, so that masks stay short."""
+        taken = sum(self._nodes)
+        bit = ~taken & (taken + 1)
+        self._bits[node] = bit
+        self._nodes[bit] = node
+        if node in self._trusted_nodes:
+            self._trusted |= bit
+        return bit
+
+    def _named(self, mask: int) -> Iterator[NodeId]:
+        while mask:
+            bit = mask & -mask
+            yield self._nodes[bit]
+            mask ^= bit
