@@ -35,7 +35,9 @@ install_packages() {
 
 # The kernel of the distribution, and an initramfs with a busybox and the modules that a guest needs.
 make_boot_files() {
-  [ -s "$CACHE/vmlinuz" ] && [ -s "$CACHE/initramfs" ] && return
+  local made_by
+  made_by=$(sha256sum < "$0")
+  [ -s "$CACHE/vmlinuz" ] && [ -s "$CACHE/initramfs" ] && [ "$(cat "$CACHE/made-by" 2>/dev/null)" = "$made_by" ] && return
   local work package version module number=100
   work=$(mktemp -d "$CACHE/build.XXXXXX")
   package=$(apt-cache depends linux-image-amd64 | awk '/Depends: linux-image/ { print $2; exit }')
@@ -53,10 +55,12 @@ make_boot_files() {
   (cd "$work/root" && find . | cpio --quiet -o -H newc | gzip -1) > "$work/initramfs"
   mv "$work"/kernel/boot/vmlinuz-* "$CACHE/vmlinuz"
   mv "$work/initramfs" "$CACHE/initramfs"
+  echo "$made_by" > "$CACHE/made-by"
   rm -rf "$work"
 }
 
-# First in the guest: load the modules, lay memory over the host's files, and go on in there.
+# First in the guest: load the modules, lay memory over the host's files, and go on in there. The layer claims more room
+# than there is memory, and takes what is written: a NATS server sizes its limits by what it sees.
 write_init() {
   cat <<'INIT'
 #!/bin/busybox sh
@@ -68,7 +72,7 @@ $b mount -t devtmpfs dev /dev
 exec </dev/console >/dev/console 2>&1
 for module in /modules/*; do $b insmod $module || echo "rdma_vm: can't load $module"; done
 $b mount -t 9p -o $over_9p,ro,cache=loose host /host &&
-  $b mount -t tmpfs -o size=90% layer /layer && $b mkdir /layer/upper /layer/work &&
+  $b mount -t tmpfs -o size=32g layer /layer && $b mkdir /layer/upper /layer/work &&
   $b mount -t overlay -o lowerdir=/host,upperdir=/layer/upper,workdir=/layer/work root /new || $b poweroff -f
 for each in proc sys dev; do $b mount --move /$each /new/$each; done
 $b mkdir -p /new/run/guest /new/dev/pts /new/dev/shm
