@@ -114,8 +114,10 @@ async def test_kv_that_is_gone_is_computed_again(tmp_path: Path) -> None:
         await pair.send_prefill(prefill)
         await until(lambda: pair.ended_of(Role.PREFILL), what="prefill gave up holding")
         # The partial chunk went with its lease; of the others, the last is evicted.
-        ledger = pair.node_a.service.store.ledger
-        ledger.evict([slot.number for slot in list(ledger.slots.registered()) if slot.meta and slot.meta.index == 2])
+        store = pair.node_a.service.store
+        store.evict(
+            [slot.number for slot in list(store.ledger.slots.registered()) if slot.meta and slot.meta.index == 2]
+        )
         await pair.send_decode(decode)
         await right(pair, reader, loaded_tokens=2 * CHUNK_TOKENS)
 
@@ -151,8 +153,8 @@ async def test_a_read_slower_than_its_lease_is_not_believed(tmp_path: Path, in_p
         await until(lambda: pair.decode_engine.at.get("load") == 1)
         read_from = pair.node_a if in_place else pair.node_b
         expire_leases(read_from)
-        ledger = read_from.service.store.ledger
-        ledger.evict([slot.number for slot in list(ledger.slots.registered())])
+        store = read_from.service.store
+        store.evict([slot.number for slot in list(store.ledger.slots.registered())])
         arena = read_from.client.arena
         for slot in range(arena.num_slots):
             arena.slot(slot)[:] = b"\x55" * arena.slot_bytes
@@ -168,9 +170,9 @@ async def test_prefill_does_not_believe_a_slow_read_either(pair: Cluster) -> Non
     gate = pair.prefill_engine.hold("load")
     _, _, second = await pair.submit(TOKENS, reuse=[(pair.node_a.source,)] * 3)
     await until(lambda: pair.prefill_engine.at.get("load") == 1)
-    ledger = pair.node_a.service.store.ledger
+    store = pair.node_a.service.store
     expire_leases(pair.node_a)
-    ledger.evict([slot.number for slot in list(ledger.slots.registered())])
+    store.evict([slot.number for slot in list(store.ledger.slots.registered())])
     gate.set()
     await second.finished()
     await pair.idle()

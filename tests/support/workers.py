@@ -205,8 +205,8 @@ class Cluster:
         acquired = await self.node_b.client.acquire(RequestId("req-move"), wanted)
         assert all(chunk.slot is not None for chunk in acquired.chunks)
         await self.node_b.client.release(acquired.lease_id)
-        ledger = self.node_a.service.store.ledger
-        ledger.evict([slot.number for slot in list(ledger.slots.registered()) if slot.key in keys])
+        store = self.node_a.service.store
+        store.evict([slot.number for slot in list(store.ledger.slots.registered()) if slot.key in keys])
 
     async def idle(self) -> None:
         """Everything that requests hold is given back. Fails where it isn't, in time."""

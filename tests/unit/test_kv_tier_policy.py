@@ -1,15 +1,12 @@
-"""Eviction and acquire plans, the slot's life cycle, and leases on a clock of the test's own."""
+"""Acquire plans, the slot's life cycle, and leases on a clock of the test's own."""
 
 import itertools
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from halfmoon.kv_tier.leases import LeaseBook
 from halfmoon.kv_tier.ledger import LeaseGone, Ledger, Misfit
-from halfmoon.kv_tier.policy import next_source, plan_acquire, plan_eviction
-from halfmoon.kv_tier.slots import Slot
+from halfmoon.kv_tier.policy import next_source, plan_acquire
 from halfmoon.kv_tier.state import SLOT_TABLE, SlotEvent, SlotState
 from halfmoon.machine import IllegalTransition, Machine
 from halfmoon.schemas.chunks import ChunkMeta
@@ -25,12 +22,6 @@ def meta(index: int = 0, key: ChunkKey = KEY, num_bytes: int = 100) -> ChunkMeta
     return ChunkMeta(
         key=key, index=index, num_tokens=1, num_bytes=num_bytes, checksum=b"", request_id=REQUEST, created_ns=1
     )
-
-
-def slot(number: int, last_access_ns: int, index: int) -> Slot:
-    made = Slot(number, 1)
-    made.last_access_ns, made.meta = last_access_ns, meta(index)
-    return made
 
 
 @pytest.mark.parametrize(("state", "event"), list(itertools.product(SlotState, SlotEvent)))
@@ -54,24 +45,6 @@ def test_every_state_is_reached_from_free_and_leads_back() -> None:
                 frontier.append(following)
     assert reached == set(SlotState)
     assert SlotState.FREE in SLOT_TABLE.values()
-
-
-@given(
-    st.lists(st.tuples(st.integers(0, 5), st.integers(0, 5)), max_size=20),
-    st.integers(-1, 25),
-)
-def test_eviction_takes_the_longest_unused_and_of_those_the_deepest(uses: list[tuple[int, int]], wanted: int) -> None:
-    ready = [slot(number, last_access_ns, index) for number, (last_access_ns, index) in enumerate(uses)]
-    plan = plan_eviction(ready, wanted)
-    assert len(plan) == len(set(plan)) == max(0, min(wanted, len(ready)))
-    kept = [each for each in ready if each.number not in plan]
-    for gone in (ready[number] for number in plan):
-        for stays in kept:
-            assert gone.last_access_ns <= stays.last_access_ns
-            if gone.last_access_ns == stays.last_access_ns:
-                assert gone.meta is not None
-                assert stays.meta is not None
-                assert gone.meta.index >= stays.meta.index
 
 
 def test_acquire_prefers_local_then_other_nodes() -> None:

@@ -8,6 +8,7 @@ import msgspec
 from msgspec import Meta
 
 from halfmoon.config import CommonConfig
+from halfmoon.eviction import PolicyName
 from halfmoon.pool.arena import DEFAULT_SHM_DIR
 
 
@@ -31,6 +32,12 @@ class KvTierConfig(CommonConfig, frozen=True, kw_only=True, forbid_unknown_field
         Annotated[int, Meta(ge=1)] | None,
         Meta(description="Bytes of one chunk at most, rounded up to pages. None: what the model's chunks need."),
     ] = None
+    eviction_policy: Annotated[
+        PolicyName,
+        Meta(
+            description="What goes from a full arena: `prefix_aware`, `lru`, `lfu`, `length_aware`, `arc`, `s3_fifo`."
+        ),
+    ] = PolicyName.PREFIX_AWARE
     engine: Annotated[str, Meta(description="Engine of this node's workers: `torch`, `vllm` or `sim`.")] = "torch"
     kv_dtype: Annotated[
         str,

@@ -1,28 +1,10 @@
-"""What a pool decides: what to evict, where to take a wanted chunk from. Plans only; the service carries them out."""
+"""What a pool decides: where to take a wanted chunk from. Plans only; the service carries them out."""
 
-import heapq
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass
 
-from halfmoon.kv_tier.slots import Slot
 from halfmoon.schemas.ids import ChunkKey, NodeId
 from halfmoon.schemas.kv_tier import ChunkSource, WantedChunk
-
-
-def plan_eviction(ready: Iterable[Slot], num_slots: int) -> list[int]:
-    """The slots to free so that `num_slots` become available: least recently used first.
-
-    Of chunks last used at the same moment the deepest go first: without its prefix a chunk is useless, the prefix
-    without it is not. Fewer than asked for where there aren't as many; then the pool is too small for what is leased.
-    """
-    if num_slots <= 0:
-        return []
-    chosen = heapq.nsmallest(num_slots, ready, key=_age)
-    return [slot.number for slot in chosen]
-
-
-def _age(slot: Slot) -> tuple[int, int]:
-    return slot.last_access_ns, -(slot.meta.index if slot.meta is not None else 0)
 
 
 @dataclass(frozen=True, slots=True)

@@ -152,6 +152,8 @@ class Requests:
         lease_id = self._open_lease(request.holder, request.request_id, self._expiry_ns(request.lease_s) + pulls_ns)
         wanted = request.chunks
         here = {chunk.key for chunk in wanted if ledger.slots.find(chunk.key) is not None}
+        cached = [chunk.key for chunk in wanted if chunk.key in here]
+        self._store.evictor.asked(request.request_id, len(wanted), cached, self._store.clock_ns())
         plan = policy.plan_acquire(wanted, here, self._info.node)
         answers: dict[int, AcquiredChunk] = {}
         for position in plan.local:

@@ -81,7 +81,9 @@ class KvTier:
         announcer = await self._make_announcer()
         tracer = self._runtime.telemetry.tracer
         # Hundreds of thousands of slots take a second to set up: in a thread, so that heartbeats go on.
-        store = self._store = await asyncio.to_thread(ChunkStore, arena, self._epoch, announcer, tracer)
+        store = self._store = await asyncio.to_thread(
+            ChunkStore, arena, self._epoch, announcer, tracer, eviction_policy=self._config.eviction_policy
+        )
         server = self._server = serve_tcp(self._config, arena, store, self._epoch, self._undo, self._log)
         rdma = await open_rdma(self._config, arena, authorizer(store), self._epoch, self._runtime.bus, self._undo)
         if rdma.server is not None:

@@ -1,11 +1,12 @@
 """The pool itself: the ledger over an arena, with eviction carried out and changes announced."""
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from halfmoon.kv_tier import policy
+from halfmoon.eviction import PolicyName, make_policy
 from halfmoon.kv_tier.events import Announcer
+from halfmoon.kv_tier.eviction import Evictor
 from halfmoon.kv_tier.ledger import Ledger
 from halfmoon.kv_tier.slots import Evicted, Slot
 from halfmoon.pool.arena import Arena
@@ -38,6 +39,7 @@ class ChunkStore:
         announcer: Announcer,
         tracer: Tracer,
         clock_ns: Callable[[], int] = time.time_ns,
+        eviction_policy: PolicyName = PolicyName.PREFIX_AWARE,
     ) -> None:
         self.arena = arena
         self.ledger = Ledger(
@@ -48,6 +50,7 @@ class ChunkStore:
             publish_readable=arena.tables.set_readable_bytes,
             publish_lease=arena.tables.set_lease,
         )
+        self.evictor = Evictor(make_policy(eviction_policy, arena.num_slots, ChunkKey), self.ledger.slots)
         self.counters = Counters()
         self.clock_ns = clock_ns
         self._announcer = announcer
@@ -55,13 +58,13 @@ class ChunkStore:
 
     def make_room(self, num_slots: int) -> None:
         """Evict so that this many slots are free, as far as that goes: one plan for many is cheaper than one each."""
-        self._evict(num_slots - self.ledger.slots.counts().free)
+        self.evict(self.evictor.victims(num_slots - self.ledger.slots.counts().free))
 
     def reserve(self, lease_id: LeaseId, key: ChunkKey, num_bytes: int) -> Slot | None:
         """A staged slot, evicting where none is free; None where everything is in use. Raises as `Ledger.reserve`."""
         now_ns = self.clock_ns()
         slot = self.ledger.reserve(lease_id, key, num_bytes, now_ns)
-        if slot is None and self._evict(1):
+        if slot is None and self.evict(self.evictor.victims(1)):
             slot = self.ledger.reserve(lease_id, key, num_bytes, now_ns)
         return slot
 
@@ -71,6 +74,7 @@ class ChunkStore:
         for chunk in chunks:
             self.ledger.slots[chunk.slot].traceparent = traceparent
         if registered:
+            self.evictor.registered(registered, self.clock_ns())
             self._announcer.registered(registered)
         return len(registered)
 
@@ -118,8 +122,9 @@ class ChunkStore:
             bytes_served=bytes_served,
         )
 
-    def _evict(self, num_slots: int) -> bool:
-        plan = policy.plan_eviction(self.ledger.slots.ready(), num_slots)
+    def evict(self, numbers: Iterable[int]) -> bool:
+        """Free these ready slots, and announce it; False where there are none. Raises as `Ledger.evict`."""
+        plan = list(numbers)
         traceparents = [self.ledger.slots[number].traceparent for number in plan]
         gone = self.ledger.evict(plan)
         if gone:
@@ -128,6 +133,7 @@ class ChunkStore:
 
     def _tell_gone(self, gone: Sequence[Evicted], traceparents: Sequence[str | None], reason: EvictReason) -> None:
         self.counters.evictions += len(gone)
+        self.evictor.gone(gone, evicted=reason is EvictReason.CAPACITY)
         self._announcer.evicted([each.meta.key for each in gone], reason)
         if successors := [each.successor for each in gone if each.successor is not None]:
             self._announcer.registered(successors)
