@@ -22,6 +22,7 @@ REQUEST_ALL = f"{PREFIX}.request.*"
 GENERATE_ALL = f"{PREFIX}.generate.*"
 CANCEL = f"{PREFIX}.request.cancel"
 SPLIT_ALL = f"{PREFIX}.request.split.>"
+SPLIT_DECODE_ALL = f"{PREFIX}.request.split.decode.*"
 ENDED_ALL = f"{PREFIX}.request.ended.*"
 CHUNK_EVENTS = (f"{PREFIX}.chunk.registered.*", f"{PREFIX}.evict.*")
 HEARTBEAT_ALL = f"{PREFIX}.worker.*.heartbeat"
