@@ -18,7 +18,7 @@ from support.system import System, clean_environ
 from support.tiny_tokenizer import byte_level
 from support.wait import until_blocking
 
-pytestmark = [pytest.mark.nats, pytest.mark.etcd, pytest.mark.timeout(500)]
+pytestmark = [pytest.mark.nightly, pytest.mark.nats, pytest.mark.etcd, pytest.mark.timeout(500)]
 
 CHUNK_TOKENS = 64
 VOCABULARY = 400

@@ -22,6 +22,7 @@ from halfmoon.schemas.ids import ChunkKey, LeaseId, NodeId, RequestId, WorkerId
 from halfmoon.schemas.kv_tier import ChunkSource, NewChunk, WantedChunk, WrittenChunk
 from halfmoon.tracing import setup
 from halfmoon.tracing.metrics import Metrics
+from support.buses import BusMaker
 
 SLOT_BYTES = 16384
 CHUNK_BYTES = 10_000
@@ -94,9 +95,14 @@ async def write_chunks(client: PoolClient, *names: str, register: bool = True, l
     return reserved.lease_id
 
 
+async def attached_to(broker: MemoryBroker | BusMaker) -> Bus:
+    """A bus on this broker, of whichever kind."""
+    return MemoryBus(broker) if isinstance(broker, MemoryBroker) else await broker()
+
+
 @asynccontextmanager
 async def running_node(
-    broker: MemoryBroker,
+    broker: MemoryBroker | BusMaker,
     directory: Path,
     name: str,
     *,
@@ -106,7 +112,7 @@ async def running_node(
 ) -> AsyncIterator[Node]:
     spans = InMemorySpanExporter()
     telemetry = setup("kv_tier", exporters={"memory": spans})
-    bus, metrics, failures = MemoryBus(broker), Metrics(), list[str]()
+    bus, metrics, failures = await attached_to(broker), Metrics(), list[str]()
     values: dict[str, object] = {
         "node": name,
         "host": host,
@@ -128,7 +134,7 @@ async def running_node(
         fail=failures.append,
     )
     service = KvTier(runtime)
-    client_bus = MemoryBus(broker)
+    client_bus = await attached_to(broker)
     client = PoolClient(client_bus, NodeId(name), WorkerId(f"worker-{name}"))
     try:
         await service.start()

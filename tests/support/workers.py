@@ -14,7 +14,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 
 from halfmoon.bus.codec import Decoder
 from halfmoon.bus.endpoint import announce, call
-from halfmoon.bus.memory import MemoryBroker, MemoryBus
+from halfmoon.bus.memory import MemoryBroker
 from halfmoon.bus.protocol import Bus, BusMessage
 from halfmoon.chunks.keys import chunk_keys
 from halfmoon.decode.config import DecodeConfig
@@ -31,8 +31,9 @@ from halfmoon.schemas.splits import DecodeHalf, HalfAccepted, HalfEnded, Prefill
 from halfmoon.tracing import Telemetry, setup
 from halfmoon.tracing.metrics import Metrics
 from support import tiny_tokenizer
+from support.buses import BusMaker
 from support.exact_engine import CHUNK_TOKENS, KV_BYTES_PER_TOKEN, ExactEngine
-from support.pool_nodes import Node, running_node
+from support.pool_nodes import Node, attached_to, running_node
 from support.wait import until
 
 CONDUCTOR = WorkerId("conductor-1")
@@ -100,7 +101,7 @@ async def listen_on(bus: Bus, reply: str) -> Reader:
 
 @dataclass
 class Cluster:
-    bus: MemoryBus
+    bus: Bus
     node_a: Node
     node_b: Node
     prefill: Prefill
@@ -255,9 +256,13 @@ async def cluster(
     pool_settings: dict[str, object] | None = None,
     prefill_engine: Engine | None = None,
     decode_engine: Engine | None = None,
+    connect: BusMaker | None = None,
 ) -> AsyncIterator[Cluster]:
-    """Engines of another kind than `ExactEngine` go with settings that name their model, and slots of their size."""
-    broker = MemoryBroker()
+    """`connect`: to the broker, where it isn't one in memory.
+
+    Engines of another kind than `ExactEngine` go with settings that name their model, and slots of their size.
+    """
+    broker = MemoryBroker() if connect is None else connect
     model = tiny_tokenizer.byte_level(directory / "model")
     failures: list[str] = []
     async with AsyncExitStack() as stack:
@@ -277,7 +282,7 @@ async def cluster(
         stack.push_async_callback(telemetry_d.aclose)
         log = structlog.stdlib.get_logger("test")
         worker: dict[str, object] = {"model": model, **UNHEARD}
-        bus_p, bus_d, bus = MemoryBus(broker), MemoryBus(broker), MemoryBus(broker)
+        bus_p, bus_d, bus = [await attached_to(broker) for _ in range(3)]
         for each in (bus_p, bus_d, bus):
             stack.push_async_callback(each.close)
         prefill = Prefill(
