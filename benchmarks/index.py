@@ -107,7 +107,7 @@ def run(cache: Path = CACHE) -> Figures:
             start("halfmoon, three holders each", [*ours, "3"], _HERE.parent),
         ]
         try:
-            command = [_dynamo_python(cache), _HERE / "index_dynamo.py", "1"]
+            command: list[str | Path] = [_dynamo_python(cache), _HERE / "index_dynamo.py", "1"]
             processes.append(start("Dynamo's `RadixTree` from Python, one holder each", command, _HERE))
         except Skipped as reason:
             skipped = str(reason)
@@ -121,11 +121,11 @@ def section(figures: Figures) -> list[str]:
     return [
         HEADING,
         "",
-        f"A million chunks on {NUM_WORKERS} nodes, in prompts of {PROMPT_CHUNKS}; the longest prefix of {NUM_ASKED:,} of "
-        f"them looked up in each of {ROUNDS} rounds, by turns, medians. One process and one thread each (Dynamo's tree has "
-        "a thread of its own behind the binding). By processor time: what a core does that nothing else disturbs. "
-        "Bytes: growth of the resident memory over the whole build. Building is from encoded events: MessagePack with all "
-        "metadata for halfmoon, JSON for Dynamo.",
+        f"A million chunks on {NUM_WORKERS} nodes, in prompts of {PROMPT_CHUNKS}; the longest prefix of "
+        f"{NUM_ASKED:,} of them looked up in each of {ROUNDS} rounds, by turns, medians. One process and one "
+        "thread each (Dynamo's tree has a thread of its own behind the binding). By processor time: what a "
+        "core does that nothing else disturbs. Bytes: growth of the resident memory over the whole build. "
+        "Building is from encoded events: MessagePack with all metadata for halfmoon, JSON for Dynamo.",
         "",
         "| | chunks | bytes a chunk | built in | lookups/s | by processor time |",
         "|---|---|---|---|---|---|",
@@ -135,12 +135,12 @@ def section(figures: Figures) -> list[str]:
             for row in figures.rows
         ),
         "",
-        "Aims: at least 100,000 lookups/s and at most 150 bytes a chunk. Dynamo's figure holds the way from Python to its "
-        "thread and back, so it says little about the tree inside, which its router uses from Rust; its answer counts "
-        "each worker's blocks, halfmoon's names the holders of each chunk. Its entries are named by 64-bit hashes, "
-        "halfmoon's by whole 32-byte keys. Most of a lookup in halfmoon is waiting for memory (24 keys are 24 places in "
-        "a table of 40 MB): with 10,000 chunks instead of a million it is three times as fast, and a machine whose "
-        "other cores are busy with memory shows less.",
+        "Aims: at least 100,000 lookups/s and at most 150 bytes a chunk. Dynamo's figure holds the way from "
+        "Python to its thread and back, so it says little about the tree inside, which its router uses from "
+        "Rust; its answer counts each worker's blocks, halfmoon's names the holders of each chunk. Its "
+        "entries are named by 64-bit hashes, halfmoon's by whole 32-byte keys. Most of a lookup in halfmoon "
+        "is waiting for memory (24 keys are 24 places in a table of 40 MB): with 10,000 chunks instead of a "
+        "million it is three times as fast, and a machine whose other cores are busy with memory shows less.",
         *([] if figures.skipped is None else ["", f"Not measured: {_DYNAMO}, {figures.skipped}."]),
     ]
 
@@ -153,7 +153,7 @@ def _dynamo_python(cache: Path) -> Path:
         return python
     try:
         venv.create(folder, with_pip=True, clear=True)
-        install = [python, "-m", "pip", "install", "-q", "--no-deps", _DYNAMO]
+        install: list[str | Path] = [python, "-m", "pip", "install", "-q", "--no-deps", _DYNAMO]
         subprocess.run(install, capture_output=True, check=True, timeout=_INSTALL_S)
         subprocess.run([python, *_IMPORT], capture_output=True, check=True, timeout=_INSTALL_S)
     except (OSError, subprocess.SubprocessError) as error:

@@ -1,4 +1,4 @@
-"""Dynamo's `RadixTree`, through its Python binding, under the same load. Runs in an environment of its own, without ours.
+"""Dynamo's `RadixTree`, through its Python binding, under the same load. Runs in an environment of its own.
 
 Its blocks are named by 64-bit hashes: here, the first eight bytes of our keys.
 """

@@ -93,8 +93,15 @@ class EtcdServer:
     def enable_auth(self, user: str, password: str) -> None:
         """From now on only this user, who may do everything, is let in."""
         for command in (["user", "add", user, f"--new-user-password={password}"], ["auth", "enable"]):
-            arguments = [str(Path(etcd_path()).with_name("etcdctl")), f"--endpoints={self.url}", *command]
-            subprocess.run(arguments, check=True, capture_output=True, timeout=20.0)
+            self._control(*command)
+
+    def compact(self, revision: int) -> None:
+        """Forget all that was before this revision, at once and on the disk too."""
+        self._control("compact", "--physical", str(revision))
+
+    def _control(self, *command: str) -> None:
+        arguments = [str(Path(etcd_path()).with_name("etcdctl")), f"--endpoints={self.url}", *command]
+        subprocess.run(arguments, check=True, capture_output=True, timeout=20.0)
 
     def _signal_and_wait(self, number: int) -> None:
         process, self._process = self._process, None

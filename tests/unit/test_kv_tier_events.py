@@ -145,3 +145,18 @@ async def test_a_failing_broker_is_tried_until_it_stores_and_order_holds() -> No
     assert announcer.num_failures == len(failures)
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
+
+
+def test_a_chunk_that_others_believe_in_is_told_gone_although_it_was_never_told_registered() -> None:
+    outbox = Outbox(NODE, 1)
+    cleared = outbox.next_event()
+    assert isinstance(cleared, NodeCleared)
+    outbox.told(cleared)
+    outbox.evicted([key(1)], EvictReason.CAPACITY)
+    assert outbox.next_event() is None
+    outbox.doubted([key(1)])
+    event = outbox.next_event()
+    assert event == ChunkEvicted(node=NODE, epoch=1, keys=(key(1),), reason=EvictReason.CAPACITY)
+    assert event is not None
+    outbox.told(event)
+    assert outbox.next_event() is None

@@ -194,6 +194,33 @@ class Report(Message, frozen=True, tag="kvtier.report.v1"):
     generation: int
 
 
+class Inventory(Message, frozen=True, tag="kvtier.inventory.v1"):
+    """What is registered here? In pages, by ascending key."""
+
+    after: ChunkKey | None = None
+    """The last key of the page before; None for the first page."""
+    limit: int = 4096
+
+
+class InventoryPage(Message, frozen=True, tag="kvtier.inventorypage.v1"):
+    node: NodeId
+    epoch: int
+    keys: tuple[ChunkKey, ...]
+    """Readable by key at this moment. Fewer than the limit: the last page."""
+    pending: int = 0
+    """Changes that the stream `CHUNKS` has not been told yet."""
+
+
+class Retell(Message, frozen=True, tag="kvtier.retell.v1"):
+    """Say again in the stream `CHUNKS` what is true of these chunks: registered, or gone. At most 4,096 keys.
+
+    For whoever finds that what it knows differs from an inventory. The pool itself tells, so nothing it says meanwhile
+    can be overtaken.
+    """
+
+    keys: tuple[ChunkKey, ...]
+
+
 class Done(Message, frozen=True, tag="kvtier.done.v1"):
     pass
 
@@ -223,7 +250,7 @@ class PoolStats(Message, frozen=True, tag="kvtier.pool.v1"):
     """Of chunks that readers here were given in other nodes' arenas: nothing was copied into this pool."""
 
 
-KvTierRequest = Describe | Acquire | Reserve | Commit | Release | Renew | Report | Stats | Probe
+KvTierRequest = Describe | Acquire | Reserve | Commit | Release | Renew | Report | Stats | Probe | Inventory | Retell
 """The inbox of a kv-tier."""
 
-KvTierReply = NodeInfo | Acquired | Reserved | Committed | Renewed | Done | PoolStats | Probed | Error
+KvTierReply = NodeInfo | Acquired | Reserved | Committed | Renewed | Done | PoolStats | Probed | InventoryPage | Error

@@ -95,7 +95,7 @@ def channels() -> Sequence[Channel]:
         Channel(
             "kvTier",
             f"{p}.kvtier.{{node}}.{{verb}}",
-            "Request-reply: describe, acquire, reserve, commit, release, renew, report, stats, probe.",
+            "Request-reply: describe, acquire, reserve, commit, release, renew, report, stats, probe, inventory, retell.",
             (*_members(KvTierRequest), *_members(KvTierReply)),
         ),
         Channel(

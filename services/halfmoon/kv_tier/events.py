@@ -45,6 +45,12 @@ class Outbox:
             if key in self._believed:
                 self._pending[key] = reason
 
+    def doubted(self, keys: Iterable[ChunkKey]) -> None:
+        """The cluster may think that these are here, and they are not."""
+        for key in keys:
+            self._believed.add(key)
+            self._pending[key] = EvictReason.CAPACITY
+
     def next_event(self) -> ChunkEvent | None:
         """The oldest news, and what follows of its kind; None where there is none. May be asked again."""
         if not self._cleared:
@@ -108,6 +114,10 @@ class Announcer:
 
     def evicted(self, keys: Iterable[ChunkKey], reason: EvictReason) -> None:
         self.outbox.evicted(keys, reason)
+        self._wake()
+
+    def doubted(self, keys: Iterable[ChunkKey]) -> None:
+        self.outbox.doubted(keys)
         self._wake()
 
     async def run(self) -> None:

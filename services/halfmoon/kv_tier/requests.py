@@ -10,6 +10,7 @@ import structlog
 from halfmoon.bus.endpoint import Envelope
 from halfmoon.bus.errors import RemoteError
 from halfmoon.chunks.checksum import checksum
+from halfmoon.chunks.keys import KEY_BYTES
 from halfmoon.kv_tier import policy
 from halfmoon.kv_tier.flights import PullRequest
 from halfmoon.kv_tier.ledger import LeaseGone, Misfit
@@ -25,6 +26,8 @@ from halfmoon.schemas.kv_tier import (
     Committed,
     Describe,
     Done,
+    Inventory,
+    InventoryPage,
     NodeInfo,
     PoolStats,
     Release,
@@ -34,12 +37,14 @@ from halfmoon.schemas.kv_tier import (
     Reserve,
     Reserved,
     ReservedChunk,
+    Retell,
     Stats,
     WantedChunk,
 )
 from halfmoon.schemas.wire import Error, ErrorCode
 from halfmoon.tracing import Tracer, attributes, current, names, traceparent
 
+MAX_PAGE_KEYS = 4096
 _ANSWER_MARGIN_S = 0.05
 """An acquire ends this much before its caller stops waiting, so that the answer is still heard."""
 
@@ -143,6 +148,22 @@ class Requests:
             if is_damaged and is_there:
                 self._log.warning("a damaged chunk is withdrawn", key=request.key.hex(), slot=request.slot)
                 self._store.withdraw(slot)
+        return Done()
+
+    async def inventory(self, request: Inventory, envelope: Envelope) -> InventoryPage:
+        if not 1 <= request.limit <= MAX_PAGE_KEYS:
+            raise _refusal(ErrorCode.INVALID_REQUEST, f"limit is from 1 to {MAX_PAGE_KEYS}, got {request.limit}")
+        return InventoryPage(
+            node=self._info.node,
+            epoch=self._info.epoch,
+            keys=tuple(self._store.inventory(request.after, request.limit)),
+            pending=self._store.num_untold,
+        )
+
+    async def retell(self, request: Retell, envelope: Envelope) -> Done:
+        if len(request.keys) > MAX_PAGE_KEYS or any(len(key) != KEY_BYTES for key in request.keys):
+            raise _refusal(ErrorCode.INVALID_REQUEST, f"at most {MAX_PAGE_KEYS} keys of {KEY_BYTES} bytes each")
+        self._store.retell(request.keys)
         return Done()
 
     async def _acquire(self, request: Acquire, deadline_ns: int) -> Acquired:

@@ -26,7 +26,19 @@ from halfmoon.lifecycle import VERSION, Runtime, StartupError
 from halfmoon.schemas import subjects
 from halfmoon.schemas.chunks import ChunkEvent, ChunkRegistered, NodeCleared
 from halfmoon.schemas.ids import NodeId
-from halfmoon.schemas.kv_tier import Acquire, Commit, Describe, NodeInfo, Release, Renew, Report, Reserve, Stats
+from halfmoon.schemas.kv_tier import (
+    Acquire,
+    Commit,
+    Describe,
+    Inventory,
+    NodeInfo,
+    Release,
+    Renew,
+    Report,
+    Reserve,
+    Retell,
+    Stats,
+)
 from halfmoon.schemas.members import MemberState, NodeHeartbeat
 from halfmoon.schemas.probes import Probe
 from halfmoon.schemas.rdma import RdmaConnect, RdmaDisconnect, RdmaGrant, RdmaHello
@@ -220,6 +232,8 @@ class KvTier:
         await self._serve("release", Release, requests.release)
         await self._serve("renew", Renew, requests.renew)
         await self._serve("report", Report, requests.report)
+        await self._serve("inventory", Inventory, requests.inventory)
+        await self._serve("retell", Retell, requests.retell)
         await self._serve("probe", Probe, prober.probe)
 
     async def _serve_rdma(self, server: RdmaServer) -> None:

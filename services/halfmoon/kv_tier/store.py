@@ -1,5 +1,6 @@
 """The pool itself: the ledger over an arena, with eviction carried out and changes announced."""
 
+import heapq
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -77,6 +78,29 @@ class ChunkStore:
             self.evictor.registered(registered, self.clock_ns())
             self._announcer.registered(registered)
         return len(registered)
+
+    def inventory(self, after: ChunkKey | None, limit: int) -> list[ChunkKey]:
+        """The `limit` smallest keys above `after` that are registered, ascending."""
+        keys = (slot.key for slot in self.ledger.slots.registered() if slot.key is not None)
+        return heapq.nsmallest(limit, (key for key in keys if after is None or key > after))
+
+    @property
+    def num_untold(self) -> int:
+        """Chunks of which the stream has not been told the newest."""
+        return self._announcer.outbox.pending
+
+    def retell(self, keys: Iterable[ChunkKey]) -> None:
+        """Announce again what is true of these chunks."""
+        gone: list[ChunkKey] = []
+        here: list[ChunkMeta] = []
+        for key in keys:
+            slot = self.ledger.slots.find(key)
+            if slot is None or slot.meta is None or not slot.registered:
+                gone.append(key)
+            else:
+                here.append(slot.meta)
+        self._announcer.registered(here)
+        self._announcer.doubted(gone)
 
     def withdraw(self, slot: Slot) -> None:
         """Offer a damaged chunk to nobody any more. Its slot is freed when those who hold it let go."""

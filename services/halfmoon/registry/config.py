@@ -48,6 +48,9 @@ class RegistryConfig(CommonConfig, frozen=True, kw_only=True, forbid_unknown_fie
         float,
         Meta(description="How long the placements of a lost node are kept (and hidden), should it come back.", ge=0),
     ] = 60.0
+    reconcile_every_s: Annotated[
+        float, Meta(description="How often what etcd says of a node is compared with the node's inventory.", gt=0)
+    ] = 600.0
     unheard_node_grace_s: Annotated[
         float, Meta(description="How long a node that has placements may take until its first heartbeat.", gt=0)
     ] = 10.0

@@ -22,6 +22,7 @@ from halfmoon.registry.config import RegistryConfig
 from halfmoon.registry.etcd import StoreUnavailable
 from halfmoon.registry.membership import TICK_S, Membership
 from halfmoon.registry.policy import NodeRecord, Step, after, plan_event, plan_nodes, plan_sweep, plan_swept, sweep_due
+from halfmoon.registry.reconcile import Reconciler
 from halfmoon.registry.state import ROLE_TABLE, Role, RoleEvent
 from halfmoon.registry.store import Store
 from halfmoon.registry.term import Deposed, OutOfStep, Term
@@ -55,6 +56,7 @@ class _Work:
     """What a leader knows; in step with etcd after each write."""
 
     term: Term
+    reconciler: Reconciler
     applied_seq: int
     nodes: dict[NodeId, NodeRecord]
     arrivals: asyncio.Queue[Arrival] = field(default_factory=lambda: asyncio.Queue(MAX_WAITING_EVENTS))
@@ -81,6 +83,9 @@ class Leader:
         self._config = config
         self._log = log
         self._now_ns = now_ns
+        self._retold = metrics.counter(
+            "registry_retold_chunks", "Chunks that etcd and a node's inventory disagreed on, by how.", ["difference"]
+        )
         self._machine: Machine[Role, RoleEvent] = Machine(ROLE_TABLE, Role.STANDBY)
         self._unresigned: Term | None = None
         """A term of ours that is over, but whose key may stand in etcd until its lease runs out."""
@@ -97,6 +102,10 @@ class Leader:
 
     def leads(self) -> bool:
         return self._machine.state is Role.LEADING
+
+    def _differed(self, num_missing: int, num_stale: int) -> None:
+        self._retold.labels("missing").inc(num_missing)
+        self._retold.labels("stale").inc(num_stale)
 
     async def run(self, membership: Membership) -> None:
         """Stand for leader, lead, and stand again, until cancelled; then resign."""
@@ -124,10 +133,14 @@ class Leader:
         self._machine.fire(RoleEvent.ELECTED)
         self._leading.set(1)
         self._log.info("leading", worker=self._worker)
+        reconciler = Reconciler(
+            self._bus, term, every_s=self._config.reconcile_every_s, on_difference=self._differed, log=self._log
+        )
         try:
             async with asyncio.TaskGroup() as group:
                 group.create_task(term.hold())
-                group.create_task(self._work(term, membership))
+                group.create_task(self._work(term, membership, reconciler))
+                group.create_task(reconciler.run())
         except* Deposed as deposed:
             self._log.warning("no longer leading", reason=str(deposed.exceptions[0]))
         finally:
@@ -142,7 +155,7 @@ class Leader:
             self._unresigned = term
             self._log.info("could not resign; the lease will run out", error=str(error))
 
-    async def _work(self, term: Term, membership: Membership) -> None:
+    async def _work(self, term: Term, membership: Membership, reconciler: Reconciler) -> None:
         self._listened_before_s = membership.table.listened_s
         announced = False
         while True:
@@ -152,7 +165,7 @@ class Leader:
                 if not announced:
                     await membership.announce_all()
                     announced = True
-                await self._follow(_Work(term, state.applied_seq, state.nodes), membership)
+                await self._follow(_Work(term, reconciler, state.applied_seq, state.nodes), membership)
             except OutOfStep:
                 self._log.info("a write whose answer was lost had been carried out; reading the state again")
             except (StoreUnavailable, BusError) as error:
@@ -243,21 +256,24 @@ class Leader:
         self._applied.set(seq)
 
     async def _skip(self, work: _Work, gap: StreamGap) -> None:
-        """Events are gone for good (the stream's limits, or a stream made anew). What they said can't be had back:
-        placements that they dropped stay until a reader misses, those that they added are found by nobody."""
+        """Events are gone for good (the stream's limits, or a stream made anew). What they said is had back from the
+        nodes' inventories."""
         self._gaps.inc()
         resume_seq = max(gap.first_seq, 1) - 1
         self._log.error(
-            "chunk events were lost before they were applied: raise the stream's limits or restart the kv-tiers",
+            "chunk events were lost before they were applied: the nodes' inventories are compared; raise the "
+            "stream's limits should this happen again",
             stream=gap.stream,
             needed_seq=gap.needed_seq,
             first_seq=gap.first_seq,
             last_seq=gap.last_seq,
         )
         await self._apply(work, (), resume_seq)
+        work.reconciler.distrust_all()
 
     async def _judge_nodes(self, work: _Work, membership: Membership) -> None:
         table = membership.table
+        work.reconciler.see(table.nodes_present(), work.nodes)
         steps = plan_nodes(
             work.nodes,
             table.nodes_present(),
