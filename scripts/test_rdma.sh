@@ -11,7 +11,8 @@ export HALFMOON_TESTS_NEED_RDMA=1
 pytest=(.venv/bin/python -m pytest -p no:cacheprovider --color=no -q --durations 5)
 
 echo "test_rdma: in one guest"
-scripts/rdma_vm.sh "${pytest[@]}" tests/rdma tests/contract/test_transport_reads.py -k "rdma" "$@"
+RDMA_VM_LIMIT_S=${RDMA_VM_LIMIT_S:-1500} \
+  scripts/rdma_vm.sh "${pytest[@]}" tests/rdma tests/contract/test_transport_reads.py -k "rdma" "$@"
 
 echo "test_rdma: between two guests"
 export RDMA_TESTS_OTHER_MACHINE=10.99.0.2
