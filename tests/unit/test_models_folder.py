@@ -57,6 +57,15 @@ def test_end_tokens_are_those_for_generation_where_it_names_some(model: Path) ->
     assert ModelFolder.open(model).geometry.eos_tokens == (5, 6)
 
 
+def test_latent_attention_has_one_entry_a_layer_and_unknown_layers_no_size(model: Path) -> None:
+    change_config(model, kv_lora_rank=16, qk_rope_head_dim=4)
+    assert kv_bytes_per_token("vllm", model, "bfloat16") == 3 * (16 + 4) * 2
+    change_config(model, layer_types=["quantum"] * 3)
+    assert ModelFolder.open(model).geometry.num_layers == 3
+    with pytest.raises(ModelFolderError, match="layers of type quantum aren't known"):
+        kv_bytes_per_token("vllm", model, "bfloat16")
+
+
 def test_unknown_dtypes_and_engines_are_named(model: Path) -> None:
     with pytest.raises(ModelFolderError, match=r"'int3' is unknown; use float32, bfloat16, float16"):
         kv_bytes_per_token("torch", model, "int3")
