@@ -95,7 +95,8 @@ def channels() -> Sequence[Channel]:
         Channel(
             "kvTier",
             f"{p}.kvtier.{{node}}.{{verb}}",
-            "Request-reply: describe, acquire, reserve, commit, release, renew, report, stats, probe, inventory, retell.",
+            "Request-reply: describe, acquire, reserve, commit, release, renew, report, stats, probe, inventory, "
+            "retell.",
             (*_members(KvTierRequest), *_members(KvTierReply)),
         ),
         Channel(
