@@ -34,8 +34,11 @@ def main() -> None:
     build_s += time.perf_counter() - started_s
     gc.collect()
     print("BUILT", num_entries, (resident_bytes() - before_bytes) / num_entries, build_s, flush=True)
-    sequences = [[int.from_bytes(key[:8], "little") for key in keys] for keys in questions]
-    serve_rounds(lambda sequence: max(tree.find_matches(sequence).scores.values(), default=0), lambda: sequences)
+
+    def hashes_of(keys: list[bytes]) -> list[int]:
+        return [int.from_bytes(key[:8], "little") for key in keys]
+
+    serve_rounds(lambda sequence: max(tree.find_matches(sequence).scores.values(), default=0), hashes_of, questions)
 
 
 if __name__ == "__main__":

@@ -49,11 +49,11 @@ def main() -> None:
     print("BUILT", len(index), (resident_bytes() - before_bytes) / len(index), build_s, flush=True)
     live = dict.fromkeys(_NODES, 1)
 
-    def fresh() -> list[list[ChunkKey]]:
-        """Copies: the keys of a new prompt, which come from sha256, have never been hashed by a dict."""
-        return [[ChunkKey(bytes(memoryview(key))) for key in keys] for keys in questions]
+    def copied(keys: list[bytes]) -> list[ChunkKey]:
+        """The keys of a new prompt come from sha256: no dict has hashed them before."""
+        return [ChunkKey(bytes(memoryview(key))) for key in keys]
 
-    serve_rounds(lambda keys: len(index.match(keys, live)), fresh)
+    serve_rounds(lambda keys: len(index.match(keys, live)), copied, questions)
 
 
 if __name__ == "__main__":
