@@ -187,23 +187,25 @@ async def test_etcd_killed_and_registries_replaced_under_load_leave_no_stale_and
         async def goes_on(until: int) -> bool:
             return written > until
 
-        for number in range(2):
-            async with RunningRegistry(
-                bus, tmp_path, etcd_server.url, "/halfmoon", name=f"registry-{number}", leader_ttl_s=2
-            ) as registry:
+        try:
+            for number in range(2):
+                async with RunningRegistry(
+                    bus, tmp_path, etcd_server.url, "/halfmoon", name=f"registry-{number}", leader_ttl_s=2
+                ) as registry:
 
-                async def leads(registry: RunningRegistry = registry) -> bool:
-                    return registry.leads
+                    async def leads(registry: RunningRegistry = registry) -> bool:
+                        return registry.leads
 
-                await eventually(leads)
-                seen = written
-                await eventually(lambda seen=seen: goes_on(seen + 20))  # type: ignore[misc]
-                await asyncio.to_thread(etcd_server.kill)
-                seen = written
-                await eventually(lambda seen=seen: goes_on(seen + 20))  # type: ignore[misc]
-                await asyncio.to_thread(etcd_server.start)
-        stopped.set()
-        await asyncio.gather(*loads)
+                    await eventually(leads)
+                    seen = written
+                    await eventually(lambda seen=seen: goes_on(seen + 20))  # type: ignore[misc]
+                    await asyncio.to_thread(etcd_server.kill)
+                    seen = written
+                    await eventually(lambda seen=seen: goes_on(seen + 20))  # type: ignore[misc]
+                    await asyncio.to_thread(etcd_server.start)
+        finally:
+            stopped.set()
+            await asyncio.gather(*loads)
         async with RunningRegistry(bus, tmp_path, etcd_server.url, "/halfmoon", name="registry-last", leader_ttl_s=2):
             for node in ("a", "b"):
                 await eventually(lambda node=node: etcd_agrees(bus, node))  # type: ignore[misc]

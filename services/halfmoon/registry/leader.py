@@ -7,7 +7,7 @@ campaign ──won──→ load state ─→ follow CHUNKS from applied + 1 ─
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
@@ -137,12 +137,9 @@ class Leader:
             self._bus, term, every_s=self._config.reconcile_every_s, on_difference=self._differed, log=self._log
         )
         try:
-            async with asyncio.TaskGroup() as group:
-                group.create_task(term.hold())
-                group.create_task(self._work(term, membership, reconciler))
-                group.create_task(reconciler.run())
-        except* Deposed as deposed:
-            self._log.warning("no longer leading", reason=str(deposed.exceptions[0]))
+            await _until_one_ends(term.hold(), self._work(term, membership, reconciler), reconciler.run())
+        except Deposed as deposed:
+            self._log.warning("no longer leading", reason=str(deposed))
         finally:
             self._machine.fire(RoleEvent.DEPOSED)
             self._leading.set(0)
@@ -310,3 +307,20 @@ class Leader:
         if steps:
             await self._apply(work, steps, work.applied_seq)
         sweep.cursor = cursor
+
+
+async def _until_one_ends(*work: Coroutine[None, None, None]) -> None:
+    """Run all until one fails; the others are cancelled, and its error is raised.
+
+    Not a task group: before Python 3.13, one whose task fails just as it is cancelled from outside reports the failure
+    and loses the cancellation, and a registry that is stopped at that moment would never end.
+    """
+    tasks = [asyncio.create_task(each) for each in work]
+    try:
+        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+    for task in done:
+        task.result()
