@@ -27,6 +27,7 @@ from halfmoon.conductor.texts import Texts
 from halfmoon.lifecycle import VERSION, Runtime, StartupError
 from halfmoon.schemas import subjects
 from halfmoon.schemas.members import HEARTBEAT_INTERVAL_S, MemberState, ServiceHeartbeat
+from halfmoon.tasks import ended
 from halfmoon.text import TextError
 
 
@@ -93,9 +94,7 @@ class Conductor:
             await self._front.close()
         await self._ears.close()
         tasks, self._tasks = self._tasks, []
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await ended(*tasks)
 
     def heartbeat(self) -> ServiceHeartbeat:
         return ServiceHeartbeat(

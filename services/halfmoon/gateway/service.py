@@ -20,6 +20,7 @@ from halfmoon.lifecycle import Runtime, StartupError
 from halfmoon.schemas import subjects
 from halfmoon.schemas.ids import ModelName
 from halfmoon.schemas.members import Heartbeat, MemberState, ServiceHeartbeat
+from halfmoon.tasks import ended
 from halfmoon.text import TextCodec, TokenizerUnusable
 
 _PROBE_TEXT = "Is the way open from prompt to answer, by prefill, transfer and decode?"
@@ -116,8 +117,7 @@ class Gateway:
 
     async def stop(self) -> None:
         if self._probing is not None:
-            self._probing.cancel()
-            await asyncio.gather(self._probing, return_exceptions=True)
+            await ended(self._probing)
         await self._server.stop()
         await self._client.close()
         if self._listening is not None:

@@ -27,6 +27,7 @@ from halfmoon.kv_tier.store import ChunkStore
 from halfmoon.schemas.chunks import ChunkOutcome
 from halfmoon.schemas.ids import ChunkKey, LeaseId, NodeId, WorkerId, new_lease_id
 from halfmoon.schemas.kv_tier import Acquire, Acquired, AcquiredChunk, ChunkSource, NodeInfo, WantedChunk
+from halfmoon.tasks import ended
 from halfmoon.tracing import Tracer
 from halfmoon.transport.choice import Paths
 from halfmoon.transport.protocol import SliceRead, SliceResult
@@ -111,9 +112,7 @@ class Puller:
 
     async def close(self) -> None:
         self._closed = True
-        for task in list(self._tasks):
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await ended(*self._tasks)
         for flight in list(self._flights.values()):
             self._miss(flight)
         lent = await self._loans.close()

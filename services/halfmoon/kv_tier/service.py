@@ -43,6 +43,7 @@ from halfmoon.schemas.members import MemberState, NodeHeartbeat
 from halfmoon.schemas.probes import Probe
 from halfmoon.schemas.rdma import RdmaConnect, RdmaDisconnect, RdmaGrant, RdmaHello
 from halfmoon.schemas.wire import Message
+from halfmoon.tasks import ended
 from halfmoon.transport.choice import Paths
 from halfmoon.transport.rdma.server import RdmaServer
 from halfmoon.transport.tcp_server import TcpServer
@@ -294,11 +295,7 @@ class KvTier:
         task = asyncio.create_task(work, name=f"kv-tier {name}")
         task.add_done_callback(self._task_ended)
 
-        async def end() -> None:
-            task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
-
-        self._undo.push_async_callback(end)
+        self._undo.push_async_callback(ended, task)
 
     def _task_ended(self, task: asyncio.Task[None]) -> None:
         if not task.cancelled() and (error := task.exception()) is not None:

@@ -20,6 +20,7 @@ from halfmoon.schemas import subjects
 from halfmoon.schemas.members import MemberState, ServiceHeartbeat
 from halfmoon.schemas.registry import LookedUp, Lookup, MemberList, Members, Snapshot, SnapshotPage
 from halfmoon.schemas.wire import Error, ErrorCode, Message
+from halfmoon.tasks import ended
 from halfmoon.tracing.metrics import LATENCY_BUCKETS_S
 
 M = TypeVar("M", bound=Message)
@@ -210,9 +211,7 @@ class Registry:
 
     async def _end_tasks(self) -> None:
         tasks, self._tasks = self._tasks, []
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await ended(*tasks)
 
     def _open_store(self) -> Store:
         """Raises `StartupError` for settings that can't be used."""

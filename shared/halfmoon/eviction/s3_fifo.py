@@ -14,7 +14,7 @@ class S3Fifo(Generic[K]):
     """`small` takes newcomers, `main` what was used more than once there or came back; `gone` remembers the rest.
 
     What reaches the head of `main` goes round once more for each use since, of which three count. To ask for victims
-    is what moves the queues on; the victims stay at their heads until they are reported removed.
+    is what moves the queues on; who was named is named first again, until it is reported removed or used.
     """
 
     may_refuse = False
@@ -27,6 +27,8 @@ class S3Fifo(Generic[K]):
         """Uses since it came, ≤ 3; oldest first, as in `main`."""
         self._main: OrderedDict[K, int] = OrderedDict()
         self._gone: OrderedDict[K, None] = OrderedDict()
+        self._named: dict[K, None] = {}
+        """Victims of the last time that are still here."""
 
     def insert(self, key: K, facts: ChunkFacts[K], prompt: Prompt) -> None:
         if key in self._small or key in self._main:
@@ -40,8 +42,10 @@ class S3Fifo(Generic[K]):
     def access(self, key: K, prompt: Prompt) -> None:
         queue = self._small if key in self._small else self._main
         queue[key] = min(_MAX_USES, queue[key] + 1)
+        self._named.pop(key, None)
 
     def remove(self, key: K, *, evicted: bool = True) -> None:
+        self._named.pop(key, None)
         if key not in self._small:
             del self._main[key]
             return
@@ -52,17 +56,21 @@ class S3Fifo(Generic[K]):
                 self._gone.popitem(last=False)
 
     def victims(self, num_chunks: int, evictable: Callable[[K], bool]) -> list[K]:
-        chosen: dict[K, None] = {}
-        num_small = len(self._small)
+        chosen = dict.fromkeys([key for key in self._named if evictable(key)][:num_chunks])
+        num_small = len(self._small) - sum(key in self._small for key in chosen)
         while len(chosen) < num_chunks:
-            prefer_small = num_small > self._small_target
-            key = self._from_small(chosen, evictable) if prefer_small else self._from_main(chosen, evictable)
+            key = self._from_small(chosen, evictable) if num_small > self._small_target else None
             if key is None:
-                key = self._from_main(chosen, evictable) if prefer_small else self._from_small(chosen, evictable)
+                key = self._from_main(chosen, evictable)
+            if key is None:
+                key = self._from_small(chosen, evictable)
+            if key is None:
+                key = self._from_main(chosen, evictable)  # What `small` has just passed on.
             if key is None:
                 break
             chosen[key] = None
-            num_small = len(self._small) - sum(name in self._small for name in chosen)
+            num_small -= key in self._small
+        self._named = dict(chosen)
         return list(chosen)
 
     def __len__(self) -> int:

@@ -28,6 +28,7 @@ from halfmoon.lifecycle.runtime import Runtime, Service, StartupError
 from halfmoon.schemas import subjects
 from halfmoon.schemas.ids import WorkerId
 from halfmoon.schemas.members import HEARTBEAT_INTERVAL_S, Goodbye, Heartbeat
+from halfmoon.tasks import ended
 from halfmoon.tracing import TelemetryConfig, setup
 from halfmoon.tracing.logs import configure_logs
 from halfmoon.tracing.metrics import Metrics, serve_metrics
@@ -130,8 +131,7 @@ class _Process:
                 await self._drain(service)
         finally:
             await service.stop()
-            heart.cancel()
-            await asyncio.gather(heart, return_exceptions=True)
+            await ended(heart)
             await _say_goodbye(runtime.bus, runtime.worker_id)
             self._log.info("stopped", worker=runtime.worker_id)
 
@@ -146,9 +146,7 @@ class _Process:
                 return True
             return False
         finally:
-            for task in (starting, stopping):
-                task.cancel()
-            await asyncio.gather(starting, stopping, return_exceptions=True)
+            await ended(starting, stopping)
 
     async def _drain(self, service: Service) -> None:
         draining = asyncio.create_task(service.drain())
@@ -164,9 +162,7 @@ class _Process:
                     "drain cut short: what still ran is cut off", drain_timeout_s=self._config.drain_timeout_s
                 )
         finally:
-            for task in (draining, hurry):
-                task.cancel()
-            await asyncio.gather(draining, hurry, return_exceptions=True)
+            await ended(draining, hurry)
 
     def _fail(self, why: str) -> None:
         if self._failure is None:

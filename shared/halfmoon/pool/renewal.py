@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from halfmoon.bus.errors import BusError
 from halfmoon.schemas.ids import LeaseId
 from halfmoon.schemas.kv_tier import Renewed
+from halfmoon.tasks import ended
 
 Renew = Callable[[tuple[LeaseId, ...], float], Awaitable[Renewed]]
 """Asks the pool for so many seconds more. Raises `BusError`."""
@@ -58,8 +59,7 @@ class Renewals:
         """Renew nothing any more; what was still kept, for the caller to give back. Idempotent."""
         self._closed = True
         if self._task is not None:
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
+            await ended(self._task)
             self._task = None
         left = tuple(self._kept)
         self._kept.clear()

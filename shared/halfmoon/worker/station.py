@@ -14,6 +14,7 @@ from halfmoon.pool.client import PoolClient
 from halfmoon.schemas.ids import NodeId
 from halfmoon.schemas.model import ModelCard
 from halfmoon.schemas.splits import Role
+from halfmoon.tasks import ended
 from halfmoon.worker.cache_news import CacheNews, tell_cache
 from halfmoon.worker.config import WorkerConfig
 from halfmoon.worker.heartbeat import WorkerPulse
@@ -73,8 +74,7 @@ class Station:
         self._is_started = False
         telling, self._telling = self._telling, None
         if telling is not None:
-            telling.cancel()
-            await asyncio.gather(telling, return_exceptions=True)
+            await ended(telling)
         await self.engine.stop()
         await self.pool.close()
 

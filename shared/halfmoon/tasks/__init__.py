@@ -1,0 +1,5 @@
+"""Tasks, and how they end."""
+
+from halfmoon.tasks.ending import ended
+
+__all__ = ["ended"]
