@@ -45,14 +45,14 @@ make_boot_files() {
   (cd "$work" && apt-get download -q -o APT::Sandbox::User=root "$package" >&2) || fail "can't fetch $package"
   dpkg-deb -x "$work/$package"_*.deb "$work/kernel"
   depmod -b "$work/kernel" "$version"
-  mkdir -p "$work"/root/{bin,modules,proc,sys,dev,host,layer,new}
-  cp /bin/busybox "$work/root/bin/"
+  mkdir -p "$work"/image/{bin,modules,proc,sys,dev,host,layer,new}
+  cp /bin/busybox "$work/image/bin/"
   modprobe -d "$work/kernel" -S "$version" --show-depends -a "${MODULES[@]}" |
     awk '$1 == "insmod" && !seen[$2]++ { print $2 }' |
-    while read -r module; do cp "$module" "$work/root/modules/$((number++))-${module##*/}"; done
-  write_init > "$work/root/init"
-  chmod +x "$work/root/init"
-  (cd "$work/root" && find . | cpio --quiet -o -H newc | gzip -1) > "$work/initramfs"
+    while read -r module; do cp "$module" "$work/image/modules/$((number++))-${module##*/}"; done
+  write_init > "$work/image/init"
+  chmod +x "$work/image/init"
+  (cd "$work/image" && find . | cpio --quiet -o -H newc | gzip -1) > "$work/initramfs"
   mv "$work"/kernel/boot/vmlinuz-* "$CACHE/vmlinuz"
   mv "$work/initramfs" "$CACHE/initramfs"
   echo "$made_by" > "$CACHE/made-by"
