@@ -481,7 +481,7 @@ async def test_the_trace_goes_on_in_both_halves(open_stage: OpenStage) -> None:
     assert schedule.attributes["halfmoon.schedule.matched_chunks"] == 0
 
     await stage.client.submit(request("req-2"))
-    await until(lambda: len(stage.workers["d1"].running) == 2)
+    await until(lambda: all(len(stage.workers[worker].headers) == 2 for worker in ("p1", "d1")))
     headers = stage.workers["d1"].headers[-1]
     assert headers[HEADER_TRACEPARENT].split("-")[1] != "a" * 32
     assert headers[HEADER_TRACEPARENT] == stage.workers["p1"].headers[-1][HEADER_TRACEPARENT]
