@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import msgspec
 
 from benchmarks.index_load import NUM_WORKERS, asked, prompts, resident_bytes, serve_rounds
-from halfmoon.conductor.index import ChunkIndex
+from halfmoon.scheduling.index import ChunkIndex
 from halfmoon.schemas.chunks import ChunkEvent, ChunkMeta, ChunkRegistered
 from halfmoon.schemas.ids import ChunkKey, NodeId, RequestId
 

@@ -12,7 +12,7 @@ from halfmoon.bus.errors import RemoteError, StreamGap
 from halfmoon.bus.memory import MemoryBroker, MemoryBus
 from halfmoon.bus.protocol import Bus
 from halfmoon.bus.streams import CHUNKS
-from halfmoon.conductor.index import ChunkIndex
+from halfmoon.scheduling.index import ChunkIndex
 from halfmoon.schemas import subjects
 from halfmoon.schemas.chunks import ChunkEvent
 from halfmoon.schemas.ids import ChunkKey, NodeId, WorkerId

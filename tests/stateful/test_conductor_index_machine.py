@@ -4,7 +4,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from halfmoon.conductor.index import ChunkIndex
+from halfmoon.scheduling.index import ChunkIndex
 from halfmoon.schemas.chunks import ChunkEvent, ChunkEvicted, ChunkPlacement, EvictReason, NodeCleared
 from halfmoon.schemas.ids import ChunkKey, NodeId
 from support.naive_index import PlainIndex

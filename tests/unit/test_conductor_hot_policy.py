@@ -5,12 +5,12 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from halfmoon.conductor.config import PolicyName
-from halfmoon.conductor.index import Match
-from halfmoon.conductor.members import Cluster, WorkerLoad
 from halfmoon.conductor.planning import Decision
-from halfmoon.conductor.policies import policy_named
-from halfmoon.conductor.policy import Ask, Candidates, Costs, Plan, admit, sources
+from halfmoon.scheduling.admission import admit, sources
+from halfmoon.scheduling.cluster import Cluster, WorkerLoad
+from halfmoon.scheduling.contract import Ask, Candidates, Costs, Plan
+from halfmoon.scheduling.index import Match
+from halfmoon.scheduling.policies import PolicyName, policy_named
 from halfmoon.schemas.ids import NodeId, RequestId, WorkerId
 from halfmoon.schemas.splits import Role
 from support.conductors import CARD, MODEL

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from halfmoon.conductor.index import ChunkIndex
+from halfmoon.scheduling.index import ChunkIndex
 from halfmoon.schemas.chunks import (
     ChunkEvent,
     ChunkEvicted,

@@ -7,11 +7,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from halfmoon.conductor.config import PolicyName
-from halfmoon.conductor.index import Match
-from halfmoon.conductor.members import Cluster, WorkerLoad
-from halfmoon.conductor.policies import policy_named
-from halfmoon.conductor.policy import Ask, Candidates, Costs, admit, check_tokens, max_tokens, sources
+from halfmoon.scheduling.admission import admit, check_tokens, max_tokens, sources
+from halfmoon.scheduling.cluster import Cluster, WorkerLoad
+from halfmoon.scheduling.contract import Ask, Candidates, Costs
+from halfmoon.scheduling.index import Match
+from halfmoon.scheduling.policies import PolicyName, policy_named
 from halfmoon.schemas.ids import ModelName, NodeId, RequestId, WorkerId
 from halfmoon.schemas.splits import Role
 from halfmoon.schemas.wire import Error, ErrorCode

@@ -3,8 +3,8 @@
 import msgspec
 import pytest
 
-from halfmoon.conductor.members import WorkerLoad
 from halfmoon.conductor.partners import Lonely, without_partner
+from halfmoon.scheduling.cluster import WorkerLoad
 from halfmoon.schemas.ids import ModelName, NodeId, WorkerId
 from halfmoon.schemas.members import MemberState, WorkerHeartbeat
 from halfmoon.schemas.model import KV_FIELDS, ModelCard

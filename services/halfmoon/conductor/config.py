@@ -1,16 +1,11 @@
 """Settings of the conductor."""
 
-from enum import StrEnum
 from typing import Annotated
 
 from msgspec import Meta, field
 
 from halfmoon.config import CommonConfig
-
-
-class PolicyName(StrEnum):
-    PREFIX_AFFINITY = "prefix_affinity"
-    ROUND_ROBIN = "round_robin"
+from halfmoon.scheduling.policies import PolicyName
 
 
 class ConductorConfig(CommonConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):

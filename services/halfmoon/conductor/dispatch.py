@@ -18,9 +18,10 @@ from halfmoon.conductor.flights import Flights
 from halfmoon.conductor.instruments import Instruments
 from halfmoon.conductor.members import Members
 from halfmoon.conductor.planning import Decision
-from halfmoon.conductor.policy import DecodeChoice, PrefillChoice, max_tokens, sources
 from halfmoon.conductor.requests import OpenRequest
 from halfmoon.conductor.state import RequestEvent
+from halfmoon.scheduling.admission import max_tokens, sources
+from halfmoon.scheduling.contract import DecodeChoice, PrefillChoice
 from halfmoon.schemas import subjects
 from halfmoon.schemas.ids import WorkerId
 from halfmoon.schemas.requests import RequestCancel

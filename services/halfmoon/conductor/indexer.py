@@ -17,7 +17,7 @@ import structlog
 from halfmoon.bus.endpoint import Endpoint, call, read_stream
 from halfmoon.bus.errors import BusError, StreamGap
 from halfmoon.bus.protocol import Bus
-from halfmoon.conductor.index import ChunkIndex
+from halfmoon.scheduling.index import ChunkIndex
 from halfmoon.schemas import subjects
 from halfmoon.schemas.chunks import ChunkEvent
 from halfmoon.schemas.ids import NodeId

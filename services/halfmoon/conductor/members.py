@@ -4,10 +4,11 @@ A heartbeat is up to 250 ms old. Every conductor hears every half that any of th
 once; otherwise a burst would all go to the worker that looked free when it began.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import assert_never
 
+from halfmoon.scheduling.cluster import Cluster, WorkerLoad
 from halfmoon.schemas.ids import ModelName, NodeId, RequestId, WorkerId
 from halfmoon.schemas.members import (
     MEMBER_LOST_AFTER_S,
@@ -24,46 +25,6 @@ from halfmoon.schemas.splits import DecodeHalf, HalfEnded, PrefillHalf, Role
 MAX_MEMBERS = 10_000
 HEARTBEAT_LAG_S = 0.1
 """A heartbeat heard this long after a half was, counts it."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WorkerLoad:
-    """One worker, as policies see it: its last heartbeat, and what was sent to it since."""
-
-    worker: WorkerId
-    role: Role
-    node: NodeId
-    card: ModelCard
-    num_requests: int = 0
-    num_waiting: int = 0
-    max_requests: int = 1
-    queued_tokens: int = 0
-    """Prompt tokens that it still has to compute before it begins with another."""
-    free_tokens: int = 0
-    total_tokens: int = 0
-    prefill_tokens_per_s: float | None = None
-    decode_step_s: float | None = None
-
-    @property
-    def limit_tokens(self) -> int:
-        """Prompt and completion together, at most, of one request here."""
-        return min(self.card.max_model_tokens, self.total_tokens) if self.total_tokens else self.card.max_model_tokens
-
-    @property
-    def occupancy(self) -> float:
-        return self.num_requests / max(1, self.max_requests)
-
-
-@dataclass(frozen=True, slots=True)
-class Cluster:
-    """What a policy decides on."""
-
-    workers: tuple[WorkerLoad, ...]
-    """Those that take work."""
-    nodes: Mapping[NodeId, int]
-    """Live pools, with their epochs."""
-    models: Mapping[ModelName, ModelCard]
-    """Every model that was served at some time, so that `gone for now` and `never heard of` can be told apart."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,4 +181,6 @@ class Members:
             if known.beat.state is MemberState.SERVING and known.beat.card is not None
         )
         nodes = {node: beat.epoch for node, (beat, _) in self._nodes.items() if beat.state is not MemberState.LOADING}
-        return Cluster(workers, nodes, dict(self._models))
+        labels = {node: beat.labels for node, (beat, _) in self._nodes.items() if beat.labels}
+        transfers = {node: beat.queued_transfers for node, (beat, _) in self._nodes.items() if beat.queued_transfers}
+        return Cluster(workers, nodes, dict(self._models), labels, transfers)

@@ -21,12 +21,12 @@ from halfmoon.conductor.instruments import Instruments
 from halfmoon.conductor.intake import Submission
 from halfmoon.conductor.members import Members
 from halfmoon.conductor.planning import Decision, Planner
-from halfmoon.conductor.policy import card_of, check_tokens
 from halfmoon.conductor.requests import OpenRequest, OpenRequests
 from halfmoon.conductor.speaker import Speaker
 from halfmoon.conductor.state import RequestEvent, RequestState
 from halfmoon.conductor.texts import Texts
 from halfmoon.conductor.watch import Facts, Finish, GiveUp, HandBack, Resplit, Resume, TellCancel, Wait, next_step
+from halfmoon.scheduling.admission import card_of, check_tokens
 from halfmoon.schemas.ids import WorkerId, new_transfer_id
 from halfmoon.schemas.splits import Role
 from halfmoon.schemas.wire import Error, ErrorCode

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 
-from halfmoon.conductor.members import WorkerLoad
+from halfmoon.scheduling.cluster import WorkerLoad
 from halfmoon.schemas.ids import WorkerId
 from halfmoon.schemas.splits import Role
 

@@ -7,10 +7,12 @@ from dataclasses import dataclass, replace
 
 from halfmoon.chunks.keys import Namespace, chunk_keys
 from halfmoon.conductor.hot import HotIndex
-from halfmoon.conductor.index import ChunkIndex
 from halfmoon.conductor.instruments import Instruments
-from halfmoon.conductor.members import Cluster, Members
-from halfmoon.conductor.policy import Ask, Costs, Plan, Policy, admit
+from halfmoon.conductor.members import Members
+from halfmoon.scheduling.admission import admit
+from halfmoon.scheduling.cluster import Cluster
+from halfmoon.scheduling.contract import Ask, Costs, Plan, Policy
+from halfmoon.scheduling.index import ChunkIndex
 from halfmoon.schemas.ids import ModelName, RequestId, TenantId
 from halfmoon.schemas.model import ModelCard
 from halfmoon.schemas.wire import Error

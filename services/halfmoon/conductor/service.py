@@ -19,12 +19,12 @@ from halfmoon.conductor.members import Members
 from halfmoon.conductor.owner import Owner, Parts
 from halfmoon.conductor.partners import Lonely
 from halfmoon.conductor.planning import Planner
-from halfmoon.conductor.policies import policy_named
-from halfmoon.conductor.policy import Costs
 from halfmoon.conductor.requests import OpenRequests
 from halfmoon.conductor.speaker import Speaker
 from halfmoon.conductor.texts import Texts
 from halfmoon.lifecycle import VERSION, Runtime, StartupError
+from halfmoon.scheduling.contract import Costs
+from halfmoon.scheduling.policies import policy_named
 from halfmoon.schemas import subjects
 from halfmoon.schemas.members import HEARTBEAT_INTERVAL_S, MemberState, ServiceHeartbeat
 from halfmoon.tasks import ended

@@ -14,8 +14,8 @@ begins at once: what is hot now may be gone by the time that others have ended.
 
 import zlib
 
-from halfmoon.conductor.members import WorkerLoad
-from halfmoon.conductor.policy import Ask, Candidates, Costs, DecodeChoice, Plan, PrefillChoice
+from halfmoon.scheduling.cluster import WorkerLoad
+from halfmoon.scheduling.contract import Ask, Candidates, Costs, DecodeChoice, Plan, PrefillChoice
 from halfmoon.schemas.ids import NodeId
 from halfmoon.schemas.model import ModelCard
 from halfmoon.schemas.splits import Role

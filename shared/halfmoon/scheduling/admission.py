@@ -3,13 +3,13 @@
 request ─ admit ─▶ Rejection, or Candidates (one model card, its workers) ─ Policy.rank ─▶ Plan
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from typing import Protocol
 
-from halfmoon.conductor.index import Match
-from halfmoon.conductor.members import Cluster, WorkerLoad
-from halfmoon.schemas.ids import ModelName, NodeId, RequestId, WorkerId
+from halfmoon.scheduling.cluster import Cluster, WorkerLoad
+from halfmoon.scheduling.contract import Ask, Candidates, Costs
+from halfmoon.scheduling.index import Match
+from halfmoon.schemas.ids import ModelName, NodeId
 from halfmoon.schemas.kv_tier import ChunkSource
 from halfmoon.schemas.model import ModelCard
 from halfmoon.schemas.splits import Role
@@ -18,92 +18,6 @@ from halfmoon.schemas.wire import Error, ErrorCode
 MAX_SOURCES = 3
 """Nodes named per chunk: one may have evicted it meanwhile, hardly three."""
 MAX_NAMED_MODELS = 20
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Costs:
-    """What a policy assumes where nobody has measured, and when a queue is full."""
-
-    pull_bytes_per_s: float = 1e9
-    prefill_tokens_per_s: float = 2_000.0
-    max_waiting_per_worker: int = 64
-    retry_after_s: float = 1.0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Ask:
-    """What a request needs."""
-
-    request_id: RequestId
-    num_tokens: int
-    """Of the prompt."""
-    max_tokens: int | None
-    has_chunks: bool
-    """Whether prefill has anything to do for it. A prompt of one token leaves all to decode."""
-    match: Match = field(default_factory=Match)
-    hot: Mapping[WorkerId, int] = field(default_factory=dict)
-    """Leading chunks of the prompt that workers' engines hold in their own caches; who isn't named has none."""
-
-    def num_hot(self, worker: WorkerId) -> int:
-        return self.hot.get(worker, 0)
-
-
-@dataclass(frozen=True, slots=True)
-class Candidates:
-    """Workers that can serve one request together: all have the same KV. Neither list is ever empty, but `prefills`
-    where no prefill is needed, or only colocated workers are there."""
-
-    card: ModelCard
-    prefills: tuple[WorkerLoad, ...]
-    decodes: tuple[WorkerLoad, ...]
-    """Decode and colocated workers."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PrefillChoice:
-    worker: WorkerLoad
-    num_reused: int
-    """Chunks that it is to take from the pool; the rest is cheaper to compute, or nowhere."""
-    num_pulled: int = 0
-    """Of these, how many come from other nodes."""
-    num_hot: int = 0
-    """Leading chunks that its engine holds: not computed, whatever the pools have."""
-    cost_s: float = 0.0
-    """Estimated time until the prompt's KV is there."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DecodeChoice:
-    worker: WorkerLoad
-    cost_s: float = 0.0
-    num_hot: int = 0
-    """Leading chunks that its engine holds: not pulled."""
-    is_alone: bool = False
-    """It holds every whole chunk of the prompt, and computes the rest sooner than prefill would provide it."""
-
-    @property
-    def is_colocated(self) -> bool:
-        return self.worker.role is Role.COLOCATED
-
-    @property
-    def needs_prefill(self) -> bool:
-        return not self.is_colocated and not self.is_alone
-
-
-@dataclass(frozen=True, slots=True)
-class Plan:
-    """Whom to ask, best first. Nothing has been asked yet."""
-
-    card: ModelCard
-    prefills: tuple[PrefillChoice, ...]
-    decodes: tuple[DecodeChoice, ...]
-    reason: str
-    """Why the first of each is the first, for a trace."""
-
-
-class Policy(Protocol):
-    def rank(self, ask: Ask, candidates: Candidates, costs: Costs, turn: int) -> Plan:
-        """Order the candidates; each list keeps all of its workers. `turn` numbers the decisions of this conductor."""
 
 
 def admit(model: ModelName, ask: Ask, cluster: Cluster, costs: Costs) -> Candidates | Error:

@@ -2,8 +2,8 @@
 
 from collections.abc import Sequence
 
-from halfmoon.conductor.members import WorkerLoad
-from halfmoon.conductor.policy import Ask, Candidates, Costs, DecodeChoice, Plan, PrefillChoice
+from halfmoon.scheduling.cluster import WorkerLoad
+from halfmoon.scheduling.contract import Ask, Candidates, Costs, DecodeChoice, Plan, PrefillChoice
 
 
 class RoundRobin:

@@ -9,7 +9,7 @@ from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from typing import Final, assert_never
 
-from halfmoon.conductor.holders import NOBODY, HolderSets
+from halfmoon.scheduling.holders import NOBODY, HolderSets
 from halfmoon.schemas.chunks import ChunkEvent, ChunkEvicted, ChunkPlacement, ChunkRegistered, NodeCleared
 from halfmoon.schemas.ids import ChunkKey, NodeId
 

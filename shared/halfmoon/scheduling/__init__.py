@@ -1,0 +1,1 @@
+"""Placing requests: pure policies, run unchanged by the conductor and by the simulator."""

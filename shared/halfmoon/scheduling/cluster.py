@@ -1,0 +1,52 @@
+"""What a scheduler decides on: the workers and pools that are there, and how busy."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from halfmoon.schemas.ids import ModelName, NodeId, WorkerId
+from halfmoon.schemas.model import ModelCard
+from halfmoon.schemas.splits import Role
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerLoad:
+    """One worker, as policies see it: its last heartbeat, and what was sent to it since."""
+
+    worker: WorkerId
+    role: Role
+    node: NodeId
+    card: ModelCard
+    num_requests: int = 0
+    num_waiting: int = 0
+    max_requests: int = 1
+    queued_tokens: int = 0
+    """Prompt tokens that it still has to compute before it begins with another."""
+    free_tokens: int = 0
+    total_tokens: int = 0
+    prefill_tokens_per_s: float | None = None
+    decode_step_s: float | None = None
+
+    @property
+    def limit_tokens(self) -> int:
+        """Prompt and completion together, at most, of one request here."""
+        return min(self.card.max_model_tokens, self.total_tokens) if self.total_tokens else self.card.max_model_tokens
+
+    @property
+    def occupancy(self) -> float:
+        return self.num_requests / max(1, self.max_requests)
+
+
+@dataclass(frozen=True, slots=True)
+class Cluster:
+    """What a policy decides on."""
+
+    workers: tuple[WorkerLoad, ...]
+    """Those that take work."""
+    nodes: Mapping[NodeId, int]
+    """Live pools, with their epochs."""
+    models: Mapping[ModelName, ModelCard]
+    """Every model that was served at some time, so that `gone for now` and `never heard of` can be told apart."""
+    labels: Mapping[NodeId, Mapping[str, str]] = field(default_factory=dict)
+    """Where nodes are: zone, rack, switch, nic. Only of those that were labelled."""
+    transfers: Mapping[NodeId, int] = field(default_factory=dict)
+    """Pulls that each node's pool has under way or waiting, as it last said."""

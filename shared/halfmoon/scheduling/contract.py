@@ -1,0 +1,115 @@
+"""What a scheduler is asked, and what it answers. Policies return plans and never execute them."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from halfmoon.scheduling.cluster import WorkerLoad
+from halfmoon.scheduling.index import Match
+from halfmoon.schemas.ids import NodeId, RequestId, WorkerId
+from halfmoon.schemas.model import ModelCard
+from halfmoon.schemas.splits import Role
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Costs:
+    """What a policy assumes where nobody has measured, and when a queue is full."""
+
+    pull_bytes_per_s: float = 1e9
+    prefill_tokens_per_s: float = 2_000.0
+    max_waiting_per_worker: int = 64
+    retry_after_s: float = 1.0
+
+
+class Estimates(Protocol):
+    """How long things take here: fitted from what the workers measured, or a profile's numbers in a simulation."""
+
+    def prefill_s(self, worker: WorkerLoad, num_tokens: int, num_reused: int) -> float:
+        """Seconds to compute a prompt of `num_tokens`, the KV of its first `num_reused` tokens being there."""
+
+    def queue_s(self, worker: WorkerLoad) -> float:
+        """Seconds until this worker would begin with another prompt."""
+
+    def pull_s(self, source: NodeId, destination: NodeId, num_bytes: int, *, from_ssd: bool = False) -> float:
+        """Seconds to move so much KV between two nodes' pools, given what both are moving already. 0 on one node."""
+
+    def tbt_s(self, worker: WorkerLoad, batch: int, context_tokens: int) -> float:
+        """Seconds between two tokens of one request, in a batch of so many with so many tokens of context in sum."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ask:
+    """What a request needs."""
+
+    request_id: RequestId
+    num_tokens: int
+    """Of the prompt."""
+    max_tokens: int | None
+    has_chunks: bool
+    """Whether prefill has anything to do for it. A prompt of one token leaves all to decode."""
+    match: Match = field(default_factory=Match)
+    hot: Mapping[WorkerId, int] = field(default_factory=dict)
+    """Leading chunks of the prompt that workers' engines hold in their own caches; who isn't named has none."""
+
+    def num_hot(self, worker: WorkerId) -> int:
+        return self.hot.get(worker, 0)
+
+
+@dataclass(frozen=True, slots=True)
+class Candidates:
+    """Workers that can serve one request together: all have the same KV. Neither list is ever empty, but `prefills`
+    where no prefill is needed, or only colocated workers are there."""
+
+    card: ModelCard
+    prefills: tuple[WorkerLoad, ...]
+    decodes: tuple[WorkerLoad, ...]
+    """Decode and colocated workers."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrefillChoice:
+    worker: WorkerLoad
+    num_reused: int
+    """Chunks that it is to take from the pool; the rest is cheaper to compute, or nowhere."""
+    num_pulled: int = 0
+    """Of these, how many come from other nodes."""
+    num_hot: int = 0
+    """Leading chunks that its engine holds: not computed, whatever the pools have."""
+    cost_s: float = 0.0
+    """Estimated time until the prompt's KV is there: queue, pull and compute."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecodeChoice:
+    worker: WorkerLoad
+    cost_s: float = 0.0
+    tbt_s: float | None = None
+    """Predicted seconds between tokens with this request in the batch; None where a policy doesn't ask."""
+    num_hot: int = 0
+    """Leading chunks that its engine holds: not pulled."""
+    is_alone: bool = False
+    """It holds every whole chunk of the prompt, and computes the rest sooner than prefill would provide it."""
+
+    @property
+    def is_colocated(self) -> bool:
+        return self.worker.role is Role.COLOCATED
+
+    @property
+    def needs_prefill(self) -> bool:
+        return not self.is_colocated and not self.is_alone
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Whom to ask, best first. Nothing has been asked yet."""
+
+    card: ModelCard
+    prefills: tuple[PrefillChoice, ...]
+    decodes: tuple[DecodeChoice, ...]
+    reason: str
+    """Why the first of each is the first, for a trace."""
+
+
+class Policy(Protocol):
+    def rank(self, ask: Ask, candidates: Candidates, costs: Costs, turn: int) -> Plan:
+        """Order the candidates; each list keeps all of its workers. `turn` numbers the decisions of this conductor."""
