@@ -9,6 +9,7 @@ from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 from halfmoon.bus.memory import MemoryBroker, MemoryBus
 from halfmoon.bus.nats import NatsBus, NatsSettings
@@ -16,6 +17,11 @@ from halfmoon.bus.protocol import Bus
 from halfmoon.engine.installed import missing
 from support.buses import BusMaker
 from support.nats import NatsServer
+
+
+# No test depends on speed: a busy machine is no failure.
+settings.register_profile("halfmoon", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("halfmoon")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
