@@ -18,7 +18,6 @@ from halfmoon.engine.installed import missing
 from support.buses import BusMaker
 from support.nats import NatsServer
 
-
 # No test depends on speed: a busy machine is no failure.
 settings.register_profile("halfmoon", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("halfmoon")
