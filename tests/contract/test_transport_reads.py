@@ -283,7 +283,7 @@ async def test_a_slot_that_is_freed_during_a_batch_is_not_reported_as_good(
     await until(lambda: any(slices[3].destination[:64]) or reading.done(), what="some slices are read")
     peer.overwrite(1)
     results = await reading
-    # Over rdma the peer is asked before each part of the batch, and may say first that no lease covers the slot now.
+    # Over rdma the peer takes the memory window back when it notices, and the device refuses a READ that is under way.
     assert {result.outcome for result in results} <= {OK, STALE, *([REFUSED] if transport.name == "rdma" else [])}
     for each, result in zip(slices, results, strict=True):
         assert result.outcome is not OK or each.destination == ground.payload(1)
