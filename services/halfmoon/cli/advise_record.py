@@ -10,8 +10,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from halfmoon.bus.errors import BusError
-from halfmoon.bus.nats import NatsBus, NatsSettings
-from halfmoon.cli.doctor.command import nats_url
+from halfmoon.cli.connection import NotConnected, connected
 from halfmoon.config import CommonConfig
 from halfmoon.planner.recorder import Recorder
 from halfmoon.planner.recording import BlockHasher
@@ -19,7 +18,6 @@ from halfmoon.planner.recording_file import RecordingFile
 
 _KEY_BYTES = 32
 _REFRESH_S = 0.25
-_CONNECT_S = 5.0
 
 
 class RecordError(Exception):
@@ -28,34 +26,21 @@ class RecordError(Exception):
 
 async def record(config: CommonConfig, out: Path, duration_s: float, console: Console) -> int:
     """Until the time is over, or Ctrl-C; the number of requests. Raises `RecordError`."""
-    settings = NatsSettings(
-        url=nats_url(config),
-        name="halfmoon-record",
-        user=config.nats_user,
-        password=config.nats_password,
-        credentials=config.nats_credentials,
-        connect_timeout_s=min(_CONNECT_S, config.nats_connect_timeout_s),
-    )
     try:
-        bus = await NatsBus.connect(settings)
-    except BusError as error:
-        raise RecordError(f"{error}: set HALFMOON_NATS_URL, or --data-dir of the system that runs here") from None
-    try:
-        with RecordingFile(out) as file:
-            recorder = Recorder(bus, BlockHasher(secrets.token_bytes(_KEY_BYTES)), file.write)
-            await recorder.open()
-            try:
-                await _listen(recorder, duration_s, console)
-            finally:
-                await recorder.close()
+        async with connected(config, "record") as bus:
+            with RecordingFile(out) as file:
+                recorder = Recorder(bus, BlockHasher(secrets.token_bytes(_KEY_BYTES)), file.write)
+                await recorder.open()
+                try:
+                    await _listen(recorder, duration_s, console)
+                finally:
+                    await recorder.close()
     except FileExistsError:
         raise RecordError(f"{out} exists, and isn't written over: name another file") from None
     except OSError as error:
         raise RecordError(f"{out} can't be written: {error.strerror}") from None
-    except BusError as error:
+    except (BusError, NotConnected) as error:
         raise RecordError(str(error)) from None
-    finally:
-        await bus.close()
     if recorder.num_missed or recorder.counts.num_disconnects:
         console.print(
             f"missed: {recorder.num_missed} messages; connection lost {recorder.counts.num_disconnects} times",

@@ -1,0 +1,43 @@
+"""How operators' commands reach a running system: over its NATS."""
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from halfmoon.bus.errors import BusError
+from halfmoon.bus.nats import NatsBus, NatsSettings
+from halfmoon.cli.up.servers import read_nats_url
+from halfmoon.config import CommonConfig
+
+_CONNECT_S = 5.0
+
+
+class NotConnected(Exception):
+    """There is no NATS where one was looked for; the message says what to do."""
+
+
+@asynccontextmanager
+async def connected(config: CommonConfig, command: str) -> AsyncIterator[NatsBus]:
+    """A connection for `halfmoon COMMAND`, closed at the end. Raises `NotConnected`."""
+    settings = NatsSettings(
+        url=nats_url(config),
+        name=f"halfmoon-{command}",
+        user=config.nats_user,
+        password=config.nats_password,
+        credentials=config.nats_credentials,
+        connect_timeout_s=min(_CONNECT_S, config.nats_connect_timeout_s),
+    )
+    try:
+        bus = await NatsBus.connect(settings)
+    except BusError as error:
+        hint = "set HALFMOON_NATS_URL, or --data-dir of the system that `halfmoon up` runs"
+        raise NotConnected(f"{error}: {hint}") from None
+    try:
+        yield bus
+    finally:
+        await bus.close()
+
+
+def nats_url(config: CommonConfig) -> str:
+    """The one that is set; where none is, that of the system which runs on this machine's data directory."""
+    default = CommonConfig().nats_url
+    return config.nats_url if config.nats_url != default else read_nats_url(config.data_dir) or default
