@@ -12,12 +12,12 @@ import pytest
 from halfmoon.bus.endpoint import announce
 from halfmoon.bus.protocol import Bus
 from halfmoon.planner.recorder import Recorder
-from halfmoon.planner.recording import AnyLine, BlockHasher, EndLine, ModelLine, RequestLine
-from halfmoon.planner.trace_files import read_trace
 from halfmoon.schemas import subjects
 from halfmoon.schemas.ids import RequestId, TenantId, TransferId, WorkerId
 from halfmoon.schemas.requests import Sampling
 from halfmoon.schemas.splits import DecodeHalf, HalfEnded, PrefillHalf, Role
+from halfmoon.traces import read_trace
+from halfmoon.traces.recording import AnyLine, BlockHasher, EndLine, ModelLine, RequestLine
 from support.buses import BusMaker
 from support.examples import CARD, MODEL, WORKER_BEAT
 from support.nats import NatsServer

@@ -7,7 +7,7 @@ import pytest
 
 from halfmoon.eviction import PolicyName, make_policy
 from halfmoon.sim.hit_rate import replay, replay_belady
-from halfmoon.sim.trace import TracePrompt, read_mooncake
+from halfmoon.sim.trace import TracePrompt, read_prompts
 
 pytestmark = pytest.mark.timeout(180)
 """Long replays; beside other work on the same cores they take several times as long."""
@@ -18,7 +18,7 @@ _BOUNDS = (1_000, 10_000, 30_000)
 
 @cache
 def _trace(name: str) -> list[TracePrompt]:
-    return read_mooncake(_TRACES / f"{name}_trace.jsonl.xz")
+    return read_prompts(_TRACES / f"{name}_trace.jsonl.xz")
 
 
 @cache

@@ -8,9 +8,10 @@ from hypothesis import strategies as st
 
 from halfmoon.chunks.plan import plan_chunks
 from halfmoon.planner.chunk_advice import CHUNK_SIZES, ChunkAdvice, Costs, Range, advise_chunks, handed_over
-from halfmoon.planner.recording import BLOCK_TOKENS, BlockHasher
-from halfmoon.planner.traced import Shared, TracedRequest, shared_prefixes
+from halfmoon.planner.traced import Shared, shared_prefixes
 from halfmoon.schemas.ids import TransferId
+from halfmoon.traces import TracedRequest
+from halfmoon.traces.recording import BLOCK_TOKENS, BlockHasher
 
 FREE = Costs(chunk_s=0.0)
 

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from halfmoon.planner.recording import BLOCK_TOKENS, BlockHasher, EndLine, ModelLine, RequestLine
 from halfmoon.planner.recording_file import RecordingFile
-from halfmoon.planner.trace_files import TraceError, read_trace
+from halfmoon.traces import TraceError, read_trace
+from halfmoon.traces.recording import BLOCK_TOKENS, BlockHasher, EndLine, ModelLine, RequestLine
 
 MOONCAKE = '{"timestamp": 27, "input_length": 600, "output_length": 5, "hash_ids": [4, 9]}\n'
 AZURE = (

@@ -13,8 +13,8 @@ from halfmoon.bus.errors import BusError
 from halfmoon.cli.connection import NotConnected, connected
 from halfmoon.config import CommonConfig
 from halfmoon.planner.recorder import Recorder
-from halfmoon.planner.recording import BlockHasher
 from halfmoon.planner.recording_file import RecordingFile
+from halfmoon.traces.recording import BlockHasher
 
 _KEY_BYTES = 32
 _REFRESH_S = 0.25

@@ -16,7 +16,7 @@ from halfmoon.models import ModelFolderError, read_config
 from halfmoon.planner.chunk_advice import Costs, advise_chunks
 from halfmoon.planner.kv_advice import KvAdvice, advise_kv
 from halfmoon.planner.plot import PlotError, check_plot, draw
-from halfmoon.planner.trace_files import Trace, TraceError, read_trace
+from halfmoon.traces import Trace, TraceError, read_trace
 
 EXIT_REFUSED = 2
 

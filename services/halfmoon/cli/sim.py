@@ -8,7 +8,8 @@ import typer
 
 from halfmoon.eviction import PolicyName, make_policy
 from halfmoon.sim.hit_rate import HitCount, replay, replay_belady
-from halfmoon.sim.trace import TraceError, read_mooncake
+from halfmoon.sim.trace import read_prompts
+from halfmoon.traces import TraceError
 
 sim_app = typer.Typer(help="Replay recorded traffic against the system's own policies.", no_args_is_help=True)
 
@@ -23,7 +24,7 @@ def _group() -> None:
 
 @sim_app.command("hit-rate")
 def hit_rate(
-    trace: Annotated[Path, typer.Argument(help="A trace in Mooncake's format: JSON lines, plain or .xz.")],
+    trace: Annotated[Path, typer.Argument(help="A trace with blocks: Mooncake's, or a recording; plain or .xz.")],
     policy: Annotated[
         str, typer.Option(help=f"One of {', '.join(_POLICIES)}; belady is the optimum, which knows the future.")
     ] = PolicyName.PREFIX_AWARE,
@@ -39,7 +40,7 @@ def hit_rate(
     if policy not in _POLICIES:
         raise _refused(f"there is no policy {policy!r}: expected one of {', '.join(_POLICIES)}")
     try:
-        prompts = read_mooncake(trace)
+        prompts = read_prompts(trace)
     except TraceError as error:
         raise _refused(str(error)) from None
     if blocks is None:

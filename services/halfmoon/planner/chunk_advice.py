@@ -10,7 +10,8 @@ from dataclasses import dataclass
 
 import msgspec
 
-from halfmoon.planner.traced import Shared, TracedRequest, shared_prefixes
+from halfmoon.planner.traced import Shared, shared_prefixes
+from halfmoon.traces import TracedRequest
 
 CHUNK_SIZES = (64, 128, 256, 512)
 

@@ -10,11 +10,11 @@ import msgspec
 from halfmoon.bus.codec import Decoder
 from halfmoon.bus.errors import Undecodable
 from halfmoon.bus.protocol import Bus, BusMessage, ConnectionState, Subscription
-from halfmoon.planner.recording import AnyLine, BlockHasher, EndLine, ModelLine, RequestLine
 from halfmoon.schemas import subjects
 from halfmoon.schemas.ids import RequestId
 from halfmoon.schemas.members import Heartbeat, WorkerHeartbeat
 from halfmoon.schemas.splits import DecodeHalf, DecodeInbox, HalfEnded, Role
+from halfmoon.traces.recording import AnyLine, BlockHasher, EndLine, ModelLine, RequestLine
 
 MAX_OPEN = 20_000
 """Requests that have begun and not ended; of more, the oldest are written as they are."""

@@ -7,7 +7,7 @@ from typing import Self
 
 import msgspec
 
-from halfmoon.planner.recording import BLOCK_TOKENS, FORMAT, VERSION, AnyLine, Header
+from halfmoon.traces.recording import BLOCK_TOKENS, FORMAT, VERSION, AnyLine, Header
 
 
 class RecordingFile:

@@ -1,4 +1,4 @@
-"""A request of a trace, and how much of its prompt came before: the longest prefix that it shares with an earlier one.
+"""How much of a prompt came before: the longest prefix that a request of a trace shares with an earlier one.
 
 A trace knows prompts by hashes of blocks, each of which stands for its own tokens and all before them. So the shared
 length is known to within a block:
@@ -13,16 +13,7 @@ prefix too. Where c is a multiple of the block, both bounds give the same.
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TracedRequest:
-    at_ms: int
-    """Since the trace's begin."""
-    prompt_tokens: int
-    blocks: tuple[int, ...] | None = None
-    """Hashes of the prompt's blocks, each with all before it. The last may be a partial one. None: not known."""
-    group: str = ""
-    """Prompts of different groups (tenants, models) share nothing."""
+from halfmoon.traces import TracedRequest
 
 
 @dataclass(frozen=True, slots=True)
