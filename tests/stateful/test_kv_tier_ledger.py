@@ -36,6 +36,7 @@ class Copy:
     generation: int
     written: bool = False
     registered: bool = False
+    pinned: bool = False
     spare_since: int | None = None
     """Number of the commit that came second with a key that was registered already."""
 
@@ -90,7 +91,7 @@ class LedgerMachine(RuleBasedStateMachine):
         if self.found.get(copy.key) is copy:
             del self.found[copy.key]
         was_registered = copy.registered
-        copy.registered, copy.spare_since = False, None
+        copy.registered, copy.pinned, copy.spare_since = False, False, None
         spares = [each for each in self.copies if each.key == copy.key and each.spare_since is not None]
         if not was_registered or not spares:
             return None
@@ -186,7 +187,7 @@ class LedgerMachine(RuleBasedStateMachine):
     def evict(self, num_slots: int) -> None:
         self.ledger.expire(self.now_ns)
         held = {copy for lease in self.live.values() for copy in lease.copies}
-        idle = {copy.slot: copy for copy in self.copies if copy.registered and copy not in held}
+        idle = {copy.slot: copy for copy in self.copies if copy.registered and not copy.pinned and copy not in held}
         plan = [slot.number for slot in itertools.islice(self.ledger.slots.ready(), num_slots)]
         assert len(plan) == min(num_slots, len(idle))
         assert set(plan) <= set(idle)
@@ -215,6 +216,16 @@ class LedgerMachine(RuleBasedStateMachine):
         if not any(copy in lease.copies for lease in self.live.values()):
             self.copies.remove(copy)
 
+    @rule(key=st.sampled_from(KEYS), pin=st.booleans())
+    def pin_or_unpin(self, key: ChunkKey, pin: bool) -> None:
+        self.ledger.expire(self.now_ns)
+        slot, copy = self.ledger.slots.find(key), self.found.get(key)
+        if slot is None or copy is None:
+            return
+        changed = self.ledger.slots.pin(slot) if pin else self.ledger.slots.unpin(slot)
+        assert changed == (copy.registered and copy.pinned != pin)
+        copy.pinned = copy.registered and pin
+
     @rule(lease=leases, data=st.data())
     def read(self, lease: ModelLease, data: st.DataObject) -> None:
         if not lease.copies:
@@ -234,12 +245,14 @@ class LedgerMachine(RuleBasedStateMachine):
         self.ledger.check_integrity()
         assert self.ledger.slots.counts().free == NUM_SLOTS - len(self.copies)
         assert self.ledger.slots.counts().staged == sum(not copy.written for copy in self.copies)
+        assert self.ledger.slots.counts().pinned == sum(copy.pinned for copy in self.copies)
         assert {slot.key for slot in self.ledger.slots.registered()} == {
             copy.key for copy in self.copies if copy.registered
         }
         for number in range(NUM_SLOTS):
             slot = self.ledger.slots[number]
-            leased_bytes = slot.num_bytes if slot.state is SlotState.LEASED else 0
+            is_leased = slot.state is SlotState.LEASED or (slot.state is SlotState.PINNED and slot.num_leases > 0)
+            leased_bytes = slot.num_bytes if is_leased else 0
             assert self.tables.readable_bytes(number) == leased_bytes
         for lease_id in (LeaseId(f"lease-{number}") for number in range(1, self.num_opened + 1)):
             lease = self.live.get(lease_id)

@@ -230,7 +230,10 @@ class Stats(Message, frozen=True, tag="kvtier.stats.v1"):
 
 
 class PoolStats(Message, frozen=True, tag="kvtier.pool.v1"):
-    """Slots by state: `free + staged + ready + leased = total`, always."""
+    """Slots by state: `free + staged + ready + leased + pinned = total`, always.
+
+    A pinned slot that is leased too is counted in `pinned` alone.
+    """
 
     total: int
     free: int
@@ -248,6 +251,7 @@ class PoolStats(Message, frozen=True, tag="kvtier.pool.v1"):
     bytes_served: int = 0
     bytes_in_place: int = 0
     """Of chunks that readers here were given in other nodes' arenas: nothing was copied into this pool."""
+    pinned: int = 0
 
 
 KvTierRequest = Describe | Acquire | Reserve | Commit | Release | Renew | Report | Stats | Probe | Inventory | Retell

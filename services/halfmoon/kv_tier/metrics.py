@@ -36,6 +36,7 @@ class PoolCollector(Collector):
             ("staged", stats.staged),
             ("ready", stats.ready),
             ("leased", stats.leased),
+            ("pinned", stats.pinned),
         ):
             slots.add_metric([state], count)
         acquired = CounterMetricFamily("halfmoon_kvtier_acquired_chunks", "Chunks asked for.", labels=["outcome"])

@@ -4,10 +4,14 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
+from halfmoon.kv_tier.quotas import TierBook
 from halfmoon.kv_tier.state import SLOT_TABLE, SlotEvent, SlotState
 from halfmoon.machine import Machine
 from halfmoon.schemas.chunks import ChunkMeta
 from halfmoon.schemas.ids import ChunkKey
+
+
+_READABLE = frozenset({SlotState.READY, SlotState.LEASED, SlotState.PINNED})
 
 
 def _free_machine() -> Machine[SlotState, SlotEvent]:
@@ -41,18 +45,19 @@ class Slot:
 
     @property
     def readable(self) -> bool:
-        return self.state in (SlotState.READY, SlotState.LEASED)
+        return self.state in _READABLE
 
 
 @dataclass(frozen=True, slots=True)
 class SlotCounts:
-    """`free + staged + ready + leased = total`, always."""
+    """`free + staged + ready + leased + pinned = total`, always. A pinned slot that is leased too is in `pinned`."""
 
     total: int
     free: int
     staged: int
     ready: int
     leased: int
+    pinned: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,14 +82,18 @@ class SlotTable:
         publish_generation: Callable[[int, int], None] | None = None,
         first_generation: int = 1,
         publish_readable: Callable[[int, int], None] | None = None,
+        book: TierBook | None = None,
     ) -> None:
         """`publish_generation(slot, generation)` is told each slot's generation, now and whenever it rises.
         `publish_readable(slot, num_bytes)` is told the length of the payload that readers hold there; 0 when none does.
+
+        `book` counts what is registered, by tenant, and what is beyond a tenant's quota isn't.
 
         A pool begins at its epoch, so that no generation of one life is ever met again in the next.
         """
         self._publish = publish_generation
         self._publish_readable = publish_readable
+        self._book = book
         self._slots = [Slot(number, first_generation) for number in range(num_slots)]
         self._free = deque(range(num_slots))
         self._index: dict[ChunkKey, int] = {}
@@ -93,6 +102,7 @@ class SlotTable:
         self._ready: dict[int, None] = {}
         self._num_staged = 0
         self._num_leased = 0
+        self._num_pinned = 0
         self._num_registered = 0
         for slot in self._slots:
             self._announce(slot)
@@ -130,6 +140,7 @@ class SlotTable:
             staged=self._num_staged,
             ready=len(self._ready),
             leased=self._num_leased,
+            pinned=self._num_pinned,
         )
 
     def reserve(self, key: ChunkKey, num_bytes: int, now_ns: int) -> Slot | None:
@@ -152,12 +163,10 @@ class SlotTable:
         slot.meta, slot.num_bytes, slot.last_access_ns = meta, meta.num_bytes, now_ns
         self._announce_readable(slot, meta.num_bytes)
         holder = self.find(meta.key)
-        if holder is None or (register and not holder.registered):
-            self._index[meta.key] = slot.number
-            slot.registered = register
-            self._num_registered += register
-        elif register:
+        if register and holder is not None and holder.registered:
             self._spares.setdefault(meta.key, []).append(slot.number)
+        elif not (register and self._register(slot, meta)) and holder is None:
+            self._index[meta.key] = slot.number
         return slot.registered
 
     def lease(self, slot: Slot, now_ns: int) -> None:
@@ -167,6 +176,7 @@ class SlotTable:
         if was_ready:
             del self._ready[slot.number]
             self._num_leased += 1
+        if slot.num_leases == 0:
             self._announce_readable(slot, slot.num_bytes)
         slot.num_leases += 1
         slot.hits += 1
@@ -185,14 +195,40 @@ class SlotTable:
             return
         slot.machine.fire(SlotEvent.RELEASE_LAST)
         slot.num_leases = 0
-        self._num_leased -= 1
+        slot.last_access_ns = now_ns
         self._announce_readable(slot, 0)
+        if slot.state is SlotState.PINNED:
+            return
+        self._num_leased -= 1
         if slot.registered:
-            slot.last_access_ns = now_ns
             self._ready[slot.number] = None
         else:
             slot.machine.fire(SlotEvent.DISCARD)
             self._reset(slot)
+
+    def pin(self, slot: Slot) -> bool:
+        """Keep a registered slot until `unpin`; False where it is kept already, or isn't registered."""
+        if not slot.registered or slot.state is SlotState.PINNED:
+            return False
+        if slot.state is SlotState.READY:
+            del self._ready[slot.number]
+        else:
+            self._num_leased -= 1
+        slot.machine.fire(SlotEvent.PIN)
+        self._num_pinned += 1
+        return True
+
+    def unpin(self, slot: Slot) -> bool:
+        """Let eviction take this slot again, as the latest used; False where it isn't pinned."""
+        if slot.state is not SlotState.PINNED:
+            return False
+        slot.machine.fire(SlotEvent.UNPIN_LEASED if slot.num_leases else SlotEvent.UNPIN)
+        self._num_pinned -= 1
+        if slot.num_leases:
+            self._num_leased += 1
+        else:
+            self._ready[slot.number] = None
+        return True
 
     def evict(self, slot: Slot) -> Evicted:
         """Free a ready slot. Raises `IllegalTransition` for any other."""
@@ -204,7 +240,11 @@ class SlotTable:
         return Evicted(meta, self._promote(meta.key))
 
     def withdraw(self, slot: Slot) -> Evicted | None:
-        """Let nobody find this readable slot any more; those who hold it keep it. None where it wasn't registered."""
+        """Let nobody find this readable slot any more, pinned or not; those who hold it keep it.
+
+        None where it wasn't registered.
+        """
+        self.unpin(slot)
         if slot.state is SlotState.READY:
             return self.evict(slot)
         meta = slot.meta
@@ -221,7 +261,8 @@ class SlotTable:
         assert counts.staged == len(by_state[SlotState.STAGED]), counts
         assert counts.ready == len(by_state[SlotState.READY]), counts
         assert counts.leased == len(by_state[SlotState.LEASED]), counts
-        assert counts.free + counts.staged + counts.ready + counts.leased == counts.total, counts
+        assert counts.pinned == len(by_state[SlotState.PINNED]), counts
+        assert counts.free + counts.staged + counts.ready + counts.leased + counts.pinned == counts.total, counts
         assert set(self._free) == {slot.number for slot in by_state[SlotState.FREE]}
         assert set(self._ready) == {slot.number for slot in by_state[SlotState.READY]}
         for slot in by_state[SlotState.FREE]:
@@ -232,6 +273,8 @@ class SlotTable:
             assert (slot.num_leases, slot.registered) == (0, True), slot
         for slot in by_state[SlotState.LEASED]:
             assert slot.num_leases >= 1, slot
+        for slot in by_state[SlotState.PINNED]:
+            assert slot.registered, slot
         for key, number in self._index.items():
             slot = self._slots[number]
             assert slot.readable, slot
@@ -245,19 +288,29 @@ class SlotTable:
         registered = [slot for slot in self._slots if slot.registered]
         assert all(slot.key is not None and self._index.get(slot.key) == slot.number for slot in registered)
         assert len(registered) == self._num_registered
+        if self._book is not None:
+            self._book.check(slot.meta for slot in registered if slot.meta is not None)
 
     def _promote(self, key: ChunkKey) -> ChunkMeta | None:
-        """Register the oldest spare of a key that has no registered copy any more."""
-        numbers = self._spares.get(key)
-        if not numbers:
-            return None
-        slot = self._slots[numbers.pop(0)]
-        if not numbers:
-            del self._spares[key]
-        self._index[key] = slot.number
+        """Register the oldest spare of a key that has no registered copy any more, within its tenant's quota."""
+        numbers = self._spares.pop(key, [])
+        for number in numbers:
+            slot = self._slots[number]
+            assert slot.meta is not None
+            if self._register(slot, slot.meta):
+                if len(numbers) > 1:
+                    self._spares[key] = [other for other in numbers if other != number]
+                return slot.meta
+        return None
+
+    def _register(self, slot: Slot, meta: ChunkMeta) -> bool:
+        """Make it the registered copy of its key; False, and nothing changes, where the quota has no room for it."""
+        if self._book is not None and not self._book.admit(meta):
+            return False
+        self._index[meta.key] = slot.number
         slot.registered = True
         self._num_registered += 1
-        return slot.meta
+        return True
 
     def _unlist(self, slot: Slot) -> None:
         """Take a slot out of index and spares."""
@@ -269,6 +322,8 @@ class SlotTable:
                 numbers.remove(slot.number)
                 if not numbers:
                     del self._spares[slot.key]
+        if slot.registered and self._book is not None and slot.meta is not None:
+            self._book.discharge(slot.meta)
         self._num_registered -= slot.registered
         slot.registered = False
 

@@ -17,6 +17,8 @@ class SlotState(Enum):
     """Readable, and held by no lease: what eviction may take."""
     LEASED = "leased"
     """Readable, and held by at least one lease."""
+    PINNED = "pinned"
+    """Readable, and kept until it is unpinned, whether or not leases hold it too: such a slot is in this count alone."""
 
 
 class SlotEvent(Enum):
@@ -28,6 +30,10 @@ class SlotEvent(Enum):
     RELEASE = "release"
     """One of several leases has gone."""
     RELEASE_LAST = "release last"
+    PIN = "pin"
+    UNPIN = "unpin"
+    """With no lease on it."""
+    UNPIN_LEASED = "unpin leased"
     EVICT = "evict"
     DISCARD = "discard"
     """Unregistered, and nobody holds it any more."""
@@ -43,4 +49,11 @@ SLOT_TABLE: Table[SlotState, SlotEvent] = {
     (SlotState.LEASED, SlotEvent.LEASE): SlotState.LEASED,
     (SlotState.LEASED, SlotEvent.RELEASE): SlotState.LEASED,
     (SlotState.LEASED, SlotEvent.RELEASE_LAST): SlotState.READY,
+    (SlotState.READY, SlotEvent.PIN): SlotState.PINNED,
+    (SlotState.LEASED, SlotEvent.PIN): SlotState.PINNED,
+    (SlotState.PINNED, SlotEvent.LEASE): SlotState.PINNED,
+    (SlotState.PINNED, SlotEvent.RELEASE): SlotState.PINNED,
+    (SlotState.PINNED, SlotEvent.RELEASE_LAST): SlotState.PINNED,
+    (SlotState.PINNED, SlotEvent.UNPIN): SlotState.READY,
+    (SlotState.PINNED, SlotEvent.UNPIN_LEASED): SlotState.LEASED,
 }

@@ -135,6 +135,7 @@ class ChunkStore:
             staged=counts.staged,
             ready=counts.ready,
             leased=counts.leased,
+            pinned=counts.pinned,
             num_leases=len(self.ledger.leases),
             num_chunks=self.ledger.slots.num_registered,
             hits_local=self.counters.hits_local,
