@@ -1,6 +1,20 @@
 """One example of every message, with every field set: what golden bytes and round trips are made from."""
 
-from halfmoon.schemas import caches, chunks, kv_tier, members, model, probes, rdma, registry, requests, splits, wire
+from halfmoon.schemas import (
+    caches,
+    chunks,
+    kv_tier,
+    members,
+    model,
+    orders,
+    probes,
+    prompts,
+    rdma,
+    registry,
+    requests,
+    splits,
+    wire,
+)
 from halfmoon.schemas.ids import (
     ChunkKey,
     LeaseId,
@@ -131,6 +145,10 @@ SERVICE_BEAT = members.ServiceHeartbeat(
     address="http://127.0.0.1:8000",
     pid=44,
 )
+SELECTION = orders.Selection(tenant=TENANT, model=MODEL, keys=(KEY,), prefixes=(PARENT,), everything=True)
+FLUSH = orders.FlushOrder(seq=7, before_ns=EPOCH, selection=SELECTION)
+PIN = orders.PinOrder(key=KEY, model=MODEL, tenant=TENANT)
+TIER_FLUSH = kv_tier.TierFlush(tier=chunks.Tier.DRAM, num_chunks=2, num_bytes=8192)
 PLACEMENT = chunks.ChunkPlacement(node=NODE, epoch=EPOCH, chunk=META)
 
 EXAMPLES: tuple[wire.Message, ...] = (
@@ -212,6 +230,23 @@ EXAMPLES: tuple[wire.Message, ...] = (
     kv_tier.Inventory(after=KEY, limit=100),
     kv_tier.InventoryPage(node=NODE, epoch=5, keys=(KEY,), pending=1),
     kv_tier.Retell(keys=(KEY,)),
+    kv_tier.FlushChunks(order=FLUSH),
+    kv_tier.ChunksFlushed(tiers=(TIER_FLUSH,), num_leased=1),
+    kv_tier.PinChunks(seq=7, keys=(KEY,)),
+    kv_tier.UnpinChunks(seq=7, keys=(KEY,)),
+    kv_tier.PinsHeld(num_pinned=1, num_absent=2, num_refused=3, max_slots=4),
+    kv_tier.CatchUp(),
+    kv_tier.ListChunks(
+        selection=SELECTION,
+        tier=chunks.Tier.SSD,
+        order=kv_tier.ChunkOrder.HITS,
+        ends_only=True,
+        after=KEY,
+        limit=10,
+    ),
+    kv_tier.ChunkList(
+        epoch=EPOCH, chunks=(kv_tier.HeldChunk(meta=META, num_leases=1, is_pinned=True),), num_matching=5
+    ),
     kv_tier.Done(),
     kv_tier.Stats(),
     probes.Probe(peer=NODE, num_bytes=4096, time_limit_s=0.5),
@@ -332,6 +367,32 @@ EXAMPLES: tuple[wire.Message, ...] = (
     registry.LookedUp(placements=((PLACEMENT,),)),
     registry.Snapshot(cursor=b"c", revision=5, limit=10),
     registry.SnapshotPage(revision=5, stream_seq=6, placements=(PLACEMENT,), cursor=b"d"),
+    registry.Flush(selection=SELECTION),
+    registry.Flushed(
+        seq=7,
+        before_ns=EPOCH,
+        nodes=(registry.NodeFlush(node=NODE, tiers=(TIER_FLUSH,), num_leased=1, error="no answer"),),
+        workers=(registry.WorkerFlush(worker=WORKER, num_chunks=3, error="no answer"),),
+        num_unpinned=1,
+    ),
+    registry.Pin(chunks=(PIN,)),
+    registry.Unpin(selection=SELECTION),
+    registry.PinsChanged(
+        seq=8,
+        num_changed=1,
+        num_pins=2,
+        nodes=(
+            registry.NodePins(
+                node=NODE, num_pinned=1, num_absent=2, num_refused=3, max_slots=4, error="no answer"
+            ),
+        ),
+    ),
+    registry.Orders(after=6),
+    registry.StandingOrders(seq=8, flushes=(FLUSH,), pins=(PIN,)),
+    orders.Forget(order=FLUSH),
+    orders.Forgotten(worker=WORKER, num_chunks=3),
+    prompts.PromptKeys(model=MODEL, tenant=TENANT, tokens=(1, 2)),
+    prompts.PromptChunks(model=MODEL, tenant=TENANT, num_tokens=600, chunk_tokens=256, keys=(PARENT, KEY)),
     registry.Members(),
     registry.MemberList(members=(WORKER_BEAT, NODE_BEAT, SERVICE_BEAT)),
     registry.MemberJoined(worker=WORKER, node=NODE),

@@ -4,8 +4,11 @@ A refusal is a `wire.Error`. Bulk bytes never travel in these messages: they nam
 the same host map, and other nodes read through a transport.
 """
 
-from halfmoon.schemas.chunks import ChunkMeta, ChunkOutcome
-from halfmoon.schemas.ids import ChunkKey, LeaseId, NodeId, RequestId, WorkerId
+from enum import StrEnum
+
+from halfmoon.schemas.chunks import ChunkMeta, ChunkOutcome, Tier
+from halfmoon.schemas.ids import ChunkKey, LeaseId, ModelName, NodeId, RequestId, TenantId, WorkerId
+from halfmoon.schemas.orders import FlushOrder, Selection
 from halfmoon.schemas.probes import Probe, Probed
 from halfmoon.schemas.rdma import RdmaOffer
 from halfmoon.schemas.wire import Error, Message
@@ -82,6 +85,9 @@ class Acquire(Message, frozen=True, tag="kvtier.acquire.v1"):
     """Whether what is pulled stays in this pool afterwards, and is announced; otherwise it is freed with the lease."""
     in_place: bool = False
     """The reader can map other arenas of its host (`SlotRef.arena`): what isn't kept needs no copy then."""
+    tenant: TenantId = TenantId("default")
+    """On whose behalf, for accounting; and `model`."""
+    model: ModelName = ModelName("")
 
 
 class AcquiredChunk(Message, frozen=True):
@@ -132,6 +138,8 @@ class Reserve(Message, frozen=True, tag="kvtier.reserve.v1"):
     holder: WorkerId
     chunks: tuple[NewChunk, ...]
     lease_s: float
+    tenant: TenantId = TenantId("default")
+    """Whose quota the chunks will count for, and on whose behalf others' may be evicted."""
 
 
 class ReservedChunk(Message, frozen=True):
@@ -229,6 +237,22 @@ class Stats(Message, frozen=True, tag="kvtier.stats.v1"):
     pass
 
 
+class TenantUse(Message, frozen=True):
+    """What one tenant has of one model in a pool, and what became of the chunks that it asked for since the start."""
+
+    tenant: TenantId
+    """`other`: all those that are too small for a row of their own."""
+    model: ModelName
+    num_chunks: dict[str, int] = {}
+    """By tier."""
+    num_bytes: dict[str, int] = {}
+    hits: int = 0
+    misses: int = 0
+    evictions: int = 0
+    """Of its chunks."""
+    hit_tokens: int = 0
+
+
 class PoolStats(Message, frozen=True, tag="kvtier.pool.v1"):
     """Slots by state: `free + staged + ready + leased + pinned = total`, always.
 
@@ -252,9 +276,128 @@ class PoolStats(Message, frozen=True, tag="kvtier.pool.v1"):
     bytes_in_place: int = 0
     """Of chunks that readers here were given in other nodes' arenas: nothing was copied into this pool."""
     pinned: int = 0
+    tenants: tuple[TenantUse, ...] = ()
+    """In the answer to `Stats` only, not in heartbeats. The biggest first."""
 
 
-KvTierRequest = Describe | Acquire | Reserve | Commit | Release | Renew | Report | Stats | Probe | Inventory | Retell
+class FlushChunks(Message, frozen=True, tag="kvtier.flush.v1"):
+    """Let nobody find these chunks any more, in any tier. By the registry: ask it for a flush, not the nodes."""
+
+    order: FlushOrder
+
+
+class TierFlush(Message, frozen=True):
+    tier: Tier
+    num_chunks: int
+    num_bytes: int
+
+
+class ChunksFlushed(Message, frozen=True, tag="kvtier.flushed.v1"):
+    tiers: tuple[TierFlush, ...]
+    num_leased: int = 0
+    """Of them, those whose slots are freed only when their readers let go."""
+
+
+class PinChunks(Message, frozen=True, tag="kvtier.pin.v1"):
+    """Keep these chunks, now and whenever they come to this node. By the registry: ask it for pins, not the nodes."""
+
+    seq: int
+    keys: tuple[ChunkKey, ...]
+
+
+class UnpinChunks(Message, frozen=True, tag="kvtier.unpin.v1"):
+    """Let eviction take these chunks again. By the registry."""
+
+    seq: int
+    keys: tuple[ChunkKey, ...]
+
+
+class PinsHeld(Message, frozen=True, tag="kvtier.pins.v1"):
+    """What became of the chunks named."""
+
+    num_pinned: int
+    """In this node's memory, and pinned."""
+    num_absent: int
+    """Not in its memory: they are pinned when they come."""
+    num_refused: int = 0
+    """In its memory, and not pinned: no more than `max_pinned_share` of the slots can be."""
+    max_slots: int = 0
+
+
+class CatchUp(Message, frozen=True, tag="kvtier.catchup.v1"):
+    """There are standing orders that this node has not carried out: ask the registry for them."""
+
+
+class ChunkOrder(StrEnum):
+    """By what a list of chunks is sorted: by key ascending, by all else descending."""
+
+    KEY = "key"
+    HITS = "hits"
+    SIZE = "size"
+    AGE = "age"
+    IDLE = "idle"
+
+
+class ListChunks(Message, frozen=True, tag="kvtier.list.v1"):
+    """Which chunks are here, and how are they used? One page."""
+
+    selection: Selection = Selection(everything=True)
+    tier: Tier | None = None
+    order: ChunkOrder = ChunkOrder.KEY
+    ends_only: bool = False
+    """Only the last chunk of each cached prefix."""
+    after: ChunkKey | None = None
+    """Ordered by key: the last key of the page before."""
+    limit: int = 1000
+    """At most 4,096."""
+
+
+class HeldChunk(Message, frozen=True):
+    meta: ChunkMeta
+    """With the hits and the time of the last use on this node."""
+    num_leases: int = 0
+    is_pinned: bool = False
+
+
+class ChunkList(Message, frozen=True, tag="kvtier.chunks.v1"):
+    epoch: int
+    chunks: tuple[HeldChunk, ...]
+    num_matching: int
+    """All that the question means, from its `after` on."""
+
+
+KvTierRequest = (
+    Describe
+    | Acquire
+    | Reserve
+    | Commit
+    | Release
+    | Renew
+    | Report
+    | Stats
+    | Probe
+    | Inventory
+    | Retell
+    | FlushChunks
+    | PinChunks
+    | UnpinChunks
+    | CatchUp
+    | ListChunks
+)
 """The inbox of a kv-tier."""
 
-KvTierReply = NodeInfo | Acquired | Reserved | Committed | Renewed | Done | PoolStats | Probed | InventoryPage | Error
+KvTierReply = (
+    NodeInfo
+    | Acquired
+    | Reserved
+    | Committed
+    | Renewed
+    | Done
+    | PoolStats
+    | Probed
+    | InventoryPage
+    | ChunksFlushed
+    | PinsHeld
+    | ChunkList
+    | Error
+)

@@ -55,6 +55,8 @@ class WorkerHeartbeat(Message, frozen=True, tag="heartbeat.worker.v1"):
     decode_step_s: float | None = None
     requests: tuple[RequestProgress, ...] = ()
     pid: int = 0
+    orders_seq: int = 0
+    """The last flush that the engine's own prefix cache has heard of."""
 
 
 class NodeHeartbeat(Message, frozen=True, tag="heartbeat.node.v1"):
@@ -71,6 +73,8 @@ class NodeHeartbeat(Message, frozen=True, tag="heartbeat.node.v1"):
     queued_transfers: int = 0
     labels: dict[str, str] = msgspec.field(default_factory=dict)
     pid: int = 0
+    orders_seq: int = 0
+    """The last of the registry's standing orders that is carried out here."""
 
 
 class ServiceHeartbeat(Message, frozen=True, tag="heartbeat.service.v1"):

@@ -4,7 +4,9 @@ import msgspec
 
 from halfmoon.schemas.chunks import ChunkPlacement
 from halfmoon.schemas.ids import ChunkKey, NodeId, WorkerId
+from halfmoon.schemas.kv_tier import TierFlush
 from halfmoon.schemas.members import NodeHeartbeat, ServiceHeartbeat, WorkerHeartbeat
+from halfmoon.schemas.orders import FlushOrder, PinOrder, Selection
 from halfmoon.schemas.wire import Error, Message
 
 
@@ -65,6 +67,87 @@ class MemberLost(Message, frozen=True, tag="member.lost.v1"):
     reason: str = ""
 
 
-RegistryRequest = Lookup | Snapshot | Members
-RegistryReply = LookedUp | SnapshotPage | MemberList | Error
+class Flush(Message, frozen=True, tag="registry.flush.v1"):
+    """Let nobody find these chunks any more: on every node, in every tier, and in the engines' own caches."""
+
+    selection: Selection
+
+
+class NodeFlush(Message, frozen=True):
+    """What a flush did at one node."""
+
+    node: NodeId
+    tiers: tuple[TierFlush, ...] = ()
+    num_leased: int = 0
+    error: str = ""
+    """Why the node did not answer. It gets the order when it is back, before it serves."""
+
+
+class WorkerFlush(Message, frozen=True):
+    """What a flush did in one engine's own prefix cache."""
+
+    worker: WorkerId
+    num_chunks: int = 0
+    error: str = ""
+
+
+class Flushed(Message, frozen=True, tag="registry.flushed.v1"):
+    seq: int
+    before_ns: int
+    nodes: tuple[NodeFlush, ...]
+    workers: tuple[WorkerFlush, ...] = ()
+    num_unpinned: int = 0
+    """Pins that ended with it."""
+
+
+class Pin(Message, frozen=True, tag="registry.pin.v1"):
+    """Keep these chunks on every node that has them, or gets them."""
+
+    chunks: tuple[PinOrder, ...]
+
+
+class Unpin(Message, frozen=True, tag="registry.unpin.v1"):
+    """End the pins of these chunks. `prefixes` count as `keys` here."""
+
+    selection: Selection
+
+
+class NodePins(Message, frozen=True):
+    """What became of the chunks at one node: see `kvtier.pins.v1`."""
+
+    node: NodeId
+    num_pinned: int = 0
+    num_absent: int = 0
+    num_refused: int = 0
+    max_slots: int = 0
+    error: str = ""
+    """Why the node did not answer. It gets the order when it is back."""
+
+
+class PinsChanged(Message, frozen=True, tag="registry.pins.v1"):
+    seq: int
+    num_changed: int
+    """Pins that are new, or have ended."""
+    num_pins: int
+    """All there are now."""
+    nodes: tuple[NodePins, ...] = ()
+
+
+class Orders(Message, frozen=True, tag="registry.orders.v1"):
+    """What is pinned, and what was flushed since?"""
+
+    after: int = 0
+    """Number of the last order that the asker has carried out."""
+
+
+class StandingOrders(Message, frozen=True, tag="registry.standing.v1"):
+    seq: int
+    flushes: tuple[FlushOrder, ...]
+    """After the number asked, oldest first."""
+    pins: tuple[PinOrder, ...]
+    """All of them."""
+
+
+RegistryRequest = Lookup | Snapshot | Members | Flush | Pin | Unpin | Orders
+RegistryReply = LookedUp | SnapshotPage | MemberList | Flushed | PinsChanged | StandingOrders | Error
 MemberEvent = MemberJoined | MemberLost

@@ -97,6 +97,15 @@ def cache(worker: WorkerId) -> str:
     return f"{PREFIX}.worker.{token(worker)}.cache"
 
 
+def forget(worker: WorkerId) -> str:
+    """Where a worker is told of flushes."""
+    return f"{PREFIX}.worker.{token(worker)}.forget"
+
+
+def conductor(verb: str) -> str:
+    return f"{PREFIX}.conductor.{verb}"
+
+
 def member(worker: WorkerId) -> str:
     return f"{PREFIX}.member.{token(worker)}"
 

@@ -9,6 +9,8 @@ from halfmoon.schemas.caches import WorkerCache
 from halfmoon.schemas.chunks import ChunkEvicted, ChunkRegistered, NodeCleared
 from halfmoon.schemas.kv_tier import Done, KvTierReply, KvTierRequest
 from halfmoon.schemas.members import Heartbeat
+from halfmoon.schemas.orders import Forget, Forgotten
+from halfmoon.schemas.prompts import ConductorReply, ConductorRequest
 from halfmoon.schemas.rdma import RdmaReply, RdmaRequest
 from halfmoon.schemas.registry import MemberEvent, RegistryReply, RegistryRequest
 from halfmoon.schemas.requests import RequestCancel, RequestSubmitted, TokenEvent
@@ -96,7 +98,7 @@ def channels() -> Sequence[Channel]:
             "kvTier",
             f"{p}.kvtier.{{node}}.{{verb}}",
             "Request-reply: describe, acquire, reserve, commit, release, renew, report, stats, probe, inventory, "
-            "retell.",
+            "retell, list; and from the registry: flush, pin, unpin, catch_up.",
             (*_members(KvTierRequest), *_members(KvTierReply)),
         ),
         Channel(
@@ -112,11 +114,23 @@ def channels() -> Sequence[Channel]:
             "What an engine's own prefix cache holds: changes with each heartbeat, all of it every 10 s.",
             _members(WorkerCache),
         ),
+        Channel(
+            "forget",
+            f"{p}.worker.{{id}}.forget",
+            "Request-reply: the registry tells a worker of a flush.",
+            (Forget, Forgotten, Error),
+        ),
+        Channel(
+            "conductor",
+            f"{p}.conductor.{{verb}}",
+            "Request-reply: keys, of a prompt's chunks.",
+            (*_members(ConductorRequest), *_members(ConductorReply)),
+        ),
         Channel("member", f"{p}.member.{{id}}", "Who came and who is gone, by the registry.", _members(MemberEvent)),
         Channel(
             "registry",
             f"{p}.registry.{{verb}}",
-            "Request-reply: lookup, snapshot, members.",
+            "Request-reply: lookup, snapshot, members, orders; and by the one that leads: flush, pin, unpin.",
             (*_members(RegistryRequest), *_members(RegistryReply)),
         ),
     )
