@@ -9,6 +9,7 @@ from halfmoon.conductor.planning import Decision
 from halfmoon.scheduling.admission import admit, sources
 from halfmoon.scheduling.cluster import Cluster, WorkerLoad
 from halfmoon.scheduling.contract import Ask, Candidates, Costs, Plan
+from halfmoon.scheduling.estimates import Assumed
 from halfmoon.scheduling.index import Match
 from halfmoon.scheduling.policies import PolicyName, policy_named
 from halfmoon.schemas.ids import NodeId, RequestId, WorkerId
@@ -18,7 +19,8 @@ from support.conductors import CARD, MODEL
 CHUNK = CARD.chunk_tokens
 NODES = [NodeId(f"node-{letter}") for letter in "abcd"]
 REMOTE = frozenset({NodeId("node-x")})
-SLOW_NETWORK = Costs(pull_bytes_per_s=1_000.0)
+SLOW_NETWORK = Costs(estimates=Assumed(pull_bytes_per_s=1_000.0))
+SLOWISH = Costs(estimates=Assumed(pull_bytes_per_s=4 * CHUNK * 64 / 0.03))
 DEFAULT = Costs()
 
 
@@ -42,9 +44,7 @@ def ask(hot: dict[str, int], *, number: int = 0, num_tokens: int = 4 * CHUNK + 5
     )
 
 
-def plan(
-    asked: Ask, *workers: WorkerLoad, costs: Costs = DEFAULT, name: PolicyName = PolicyName.PREFIX_AFFINITY
-) -> Plan:
+def plan(asked: Ask, *workers: WorkerLoad, costs: Costs = DEFAULT, name: PolicyName = PolicyName.KV_CENTRIC) -> Plan:
     candidates = admit(MODEL, asked, cluster(*workers), costs)
     assert isinstance(candidates, Candidates), candidates
     return policy_named(name).rank(asked, candidates, costs, 0)
@@ -70,7 +70,7 @@ def test_what_is_hot_is_neither_pulled_nor_computed() -> None:
     assert (hot.num_reused, hot.num_pulled) == (0, 0)
     assert hot.cost_s < cold.cost_s
     # A pull is worth what lies behind the hot part only.
-    part = plan(ask({"p1": 3}, match=match), P1, D1, costs=Costs(pull_bytes_per_s=4 * CHUNK * 64 / 0.03)).prefills[0]
+    part = plan(ask({"p1": 3}, match=match), P1, D1, costs=SLOWISH).prefills[0]
     assert (part.num_reused, part.num_pulled) == (0, 0)
     local = plan(ask({"p1": 2}, match=Match((frozenset({P1.node}),) * 3)), P1, D1).prefills[0]
     assert (local.num_reused, local.num_pulled, local.num_hot) == (3, 0, 2)
@@ -160,7 +160,7 @@ def test_every_policy_promises_only_what_is_there(
         worker(each, Role.PREFILL if each[0] == "p" else Role.DECODE, node, queued_tokens=tokens)
         for each, node, tokens in zip(("p0", "p1", "d0", "d1"), NODES, queued, strict=True)
     ]
-    made = plan(asked, *workers, costs=Costs(pull_bytes_per_s=pull_bytes_per_s), name=name)
+    made = plan(asked, *workers, costs=Costs(estimates=Assumed(pull_bytes_per_s=pull_bytes_per_s)), name=name)
     assert {choice.worker.worker for choice in made.prefills} == {"p0", "p1"}
     assert {choice.worker.worker for choice in made.decodes} == {"d0", "d1"}
     for prefill in made.prefills:

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from halfmoon.scheduling.admission import admit, check_tokens, max_tokens, sources
 from halfmoon.scheduling.cluster import Cluster, WorkerLoad
 from halfmoon.scheduling.contract import Ask, Candidates, Costs
+from halfmoon.scheduling.estimates import Assumed
 from halfmoon.scheduling.index import Match
 from halfmoon.scheduling.policies import PolicyName, policy_named
 from halfmoon.schemas.ids import ModelName, NodeId, RequestId, WorkerId
@@ -17,7 +18,7 @@ from halfmoon.schemas.splits import Role
 from halfmoon.schemas.wire import Error, ErrorCode
 from support.conductors import CARD, MODEL
 
-COSTS = Costs()
+COSTS = Costs(num_choices=10)
 NODES = [NodeId(f"node-{letter}") for letter in "abcd"]
 
 
@@ -186,11 +187,11 @@ def test_every_policy_keeps_all_candidates_and_promises_only_what_is_there(
 
 
 def test_the_node_that_holds_the_prefix_is_taken_when_it_is_free() -> None:
-    slow_network = Costs(pull_bytes_per_s=1_000.0)
+    slow_network = Costs(estimates=Assumed(pull_bytes_per_s=1_000.0))
     there = cluster(PREFILL, worker("p2", Role.PREFILL, "node-d"), DECODE)
     for number in range(20):
         asked = ask(number, match=Match((frozenset({NodeId("node-d")}),) * 4))
-        plan = policy_named(PolicyName.PREFIX_AFFINITY).rank(asked, admitted(asked, there), slow_network, number)
+        plan = policy_named(PolicyName.KV_CENTRIC).rank(asked, admitted(asked, there), slow_network, number)
         assert plan.prefills[0].worker.worker == "p2"
         assert (plan.prefills[0].num_reused, plan.prefills[1].num_reused) == (4, 0)
 
@@ -198,9 +199,9 @@ def test_the_node_that_holds_the_prefix_is_taken_when_it_is_free() -> None:
 def test_a_remote_prefix_is_pulled_only_where_that_is_quicker_than_computing() -> None:
     asked = ask(match=Match((frozenset({NodeId("node-d")}),) * 4))
     there = cluster(PREFILL, DECODE)
-    policy = policy_named(PolicyName.PREFIX_AFFINITY)
-    quick = policy.rank(asked, admitted(asked, there), Costs(pull_bytes_per_s=1e9), 0).prefills[0]
-    slow = policy.rank(asked, admitted(asked, there), Costs(pull_bytes_per_s=1e3), 0).prefills[0]
+    policy = policy_named(PolicyName.KV_CENTRIC)
+    quick = policy.rank(asked, admitted(asked, there), Costs(estimates=Assumed(pull_bytes_per_s=1e9)), 0).prefills[0]
+    slow = policy.rank(asked, admitted(asked, there), Costs(estimates=Assumed(pull_bytes_per_s=1e3)), 0).prefills[0]
     assert (quick.num_reused, quick.num_pulled) == (4, 4)
     assert (slow.num_reused, slow.num_pulled) == (0, 0)
 
@@ -211,7 +212,7 @@ def test_a_first_chunk_that_all_share_does_not_draw_all_load_to_one_node(
     name: PolicyName, pull_bytes_per_s: float
 ) -> None:
     """Eight chunks a prompt, the first of them on node-a for everybody; nothing ends meanwhile."""
-    costs = Costs(pull_bytes_per_s=pull_bytes_per_s)
+    costs = Costs(estimates=Assumed(pull_bytes_per_s=pull_bytes_per_s))
     queued = {f"p{at}": 0 for at in range(4)}
     placed = dict.fromkeys(queued, 0)
     match = Match((frozenset({NODES[0]}),))
@@ -234,13 +235,13 @@ def test_decode_goes_where_there_is_room() -> None:
     for number in range(20):
         asked = ask(number)
         candidates = admitted(asked, cluster(PREFILL, full, free))
-        plan = policy_named(PolicyName.PREFIX_AFFINITY).rank(asked, candidates, COSTS, number)
+        plan = policy_named(PolicyName.KV_CENTRIC).rank(asked, candidates, COSTS, number)
         assert plan.decodes[0].worker.worker == "d2"
 
 
 def test_equals_are_drawn_by_lot_and_the_same_by_everybody() -> None:
     there = cluster(*(worker(f"p{at}", Role.PREFILL, NODES[at]) for at in range(4)), DECODE)
-    policy = policy_named(PolicyName.PREFIX_AFFINITY)
+    policy = policy_named(PolicyName.KV_CENTRIC)
     first = [
         policy.rank(ask(number), admitted(ask(number), there), COSTS, turn).prefills[0].worker.worker
         for number in range(100)

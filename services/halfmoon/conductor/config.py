@@ -13,8 +13,19 @@ class ConductorConfig(CommonConfig, frozen=True, kw_only=True, forbid_unknown_fi
 
     policy: Annotated[
         PolicyName,
-        Meta(description="`prefix_affinity` weighs cached prefixes against load; `round_robin` takes turns."),
-    ] = PolicyName.PREFIX_AFFINITY
+        Meta(
+            description="`kv_centric` weighs cached prefixes, and moving them, against load; `prefix_affinity` never "
+            "moves them; `least_loaded`, `random` and `round_robin` don't look at caches: for comparison. See "
+            "scheduling.md."
+        ),
+    ] = PolicyName.KV_CENTRIC
+    balancing_threshold: Annotated[
+        Annotated[float, Meta(ge=1)] | None,
+        Meta(
+            description="`kv_centric` pulls a prefix only where it is so many times as long as the one at hand. None: "
+            "it tunes itself, by how even the prefill workers' queues are."
+        ),
+    ] = None
     listen_first_s: Annotated[
         float, Meta(description="How long to hear heartbeats at start before the first request is taken.", ge=0)
     ] = 0.5

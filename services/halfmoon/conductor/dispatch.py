@@ -21,6 +21,7 @@ from halfmoon.conductor.planning import Decision
 from halfmoon.conductor.requests import OpenRequest
 from halfmoon.conductor.state import RequestEvent
 from halfmoon.scheduling.admission import max_tokens, sources
+from halfmoon.scheduling.cluster import WorkerLoad
 from halfmoon.scheduling.contract import DecodeChoice, PrefillChoice
 from halfmoon.schemas import subjects
 from halfmoon.schemas.ids import WorkerId
@@ -99,7 +100,7 @@ class Dispatcher:
         worker = choice.worker.worker
         prefills = decision.plan.prefills if choice.needs_prefill else ()
         prefill = prefills[0].worker.worker if prefills else None
-        half = self._decode_half(request, decision, choice, prefill)
+        half = self._decode_half(request, decision, choice.worker, choice.num_hot, prefill)
         request.decode_worker = worker
         request.decode_life = self._members.life_of(worker)
         request.last_shown_beat = self._members.num_beats(worker)
@@ -172,10 +173,10 @@ class Dispatcher:
 
     async def _tell_new_prefill(self, request: OpenRequest, decision: Decision) -> None:
         worker = request.decode_worker
-        choice = next((choice for choice in decision.plan.decodes if choice.worker.worker == worker), None)
-        if worker is None or choice is None:
+        load = next((load for load in decision.cluster.workers if load.worker == worker), None)
+        if worker is None or load is None:
             return
-        half = self._decode_half(request, decision, choice, request.prefill_worker)
+        half = self._decode_half(request, decision, load, decision.ask.num_hot(worker), request.prefill_worker)
         try:
             await announce(self._bus, subjects.split_decode(worker), half, headers=self._headers(request))
         except BusError as error:
@@ -205,13 +206,13 @@ class Dispatcher:
             await self._tell(subjects.split_prefill(request.prefill_worker), cancel, request)
 
     def _decode_half(
-        self, request: OpenRequest, decision: Decision, choice: DecodeChoice, prefill: WorkerId | None
+        self, request: OpenRequest, decision: Decision, worker: WorkerLoad, num_hot: int, prefill: WorkerId | None
     ) -> DecodeHalf:
         if request.transfer_id is None:
             raise ValueError("a transfer is named before its halves are sent")
         submission = request.submission
         body = submission.body
-        limit = max_tokens(body.sampling.max_tokens, len(request.tokens), choice.worker.limit_tokens)
+        limit = max_tokens(body.sampling.max_tokens, len(request.tokens), worker.limit_tokens)
         return DecodeHalf(
             request_id=request.request_id,
             transfer_id=request.transfer_id,
@@ -227,7 +228,7 @@ class Dispatcher:
             prefill_worker=prefill,
             known=self._flights.known(request.request_id),
             cached_tokens=self._flights.cached_tokens(request.request_id),
-            num_hot=choice.num_hot,
+            num_hot=num_hot,
             attempt=request.attempt,
             priority=body.priority,
             deadline_ns=request.submission.deadline_ns,

@@ -24,6 +24,7 @@ from halfmoon.conductor.speaker import Speaker
 from halfmoon.conductor.texts import Texts
 from halfmoon.lifecycle import VERSION, Runtime, StartupError
 from halfmoon.scheduling.contract import Costs
+from halfmoon.scheduling.estimates import Assumed
 from halfmoon.scheduling.policies import policy_named
 from halfmoon.schemas import subjects
 from halfmoon.schemas.members import HEARTBEAT_INTERVAL_S, MemberState, ServiceHeartbeat
@@ -108,13 +109,15 @@ class Conductor:
     def _build_front(self, texts: Texts) -> Front:
         config, bus, log = self._config, self._runtime.bus, self._runtime.log
         costs = Costs(
-            pull_bytes_per_s=config.pull_bytes_per_s,
-            prefill_tokens_per_s=config.assumed_prefill_tokens_per_s,
+            estimates=Assumed(
+                prefill_tokens_per_s=config.assumed_prefill_tokens_per_s, pull_bytes_per_s=config.pull_bytes_per_s
+            ),
             max_waiting_per_worker=config.max_waiting_per_worker,
             retry_after_s=config.retry_after_s,
+            num_choices=config.split_attempts,
         )
         planner = Planner(
-            policy_named(config.policy),
+            policy_named(config.policy, balancing_threshold=config.balancing_threshold),
             costs,
             self.members,
             lambda: self.indexer.index,

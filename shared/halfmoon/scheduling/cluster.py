@@ -21,6 +21,10 @@ class WorkerLoad:
     max_requests: int = 1
     queued_tokens: int = 0
     """Prompt tokens that it still has to compute before it begins with another."""
+    queued_pairs: float = 0.0
+    """The same work as token pairs (`estimates.token_pairs`), which a prompt's length alone doesn't tell."""
+    context_tokens: int = 0
+    """Of all that it decodes, in sum: prompts, and completions so far."""
     free_tokens: int = 0
     total_tokens: int = 0
     prefill_tokens_per_s: float | None = None
@@ -50,3 +54,5 @@ class Cluster:
     """Where nodes are: zone, rack, switch, nic. Only of those that were labelled."""
     transfers: Mapping[NodeId, int] = field(default_factory=dict)
     """Pulls that each node's pool has under way or waiting, as it last said."""
+    moving: Mapping[NodeId, int] = field(default_factory=dict)
+    """Bytes that each node is receiving or sending now, the larger of both, as the receivers last said."""

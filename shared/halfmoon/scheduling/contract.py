@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from halfmoon.scheduling.cluster import WorkerLoad
+from halfmoon.scheduling.estimates import Assumed, Estimates
 from halfmoon.scheduling.index import Match
 from halfmoon.schemas.ids import NodeId, RequestId, WorkerId
 from halfmoon.schemas.model import ModelCard
@@ -13,28 +14,14 @@ from halfmoon.schemas.splits import Role
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Costs:
-    """What a policy assumes where nobody has measured, and when a queue is full."""
+    """What a decision is weighed with."""
 
-    pull_bytes_per_s: float = 1e9
-    prefill_tokens_per_s: float = 2_000.0
+    estimates: Estimates = field(default_factory=Assumed)
     max_waiting_per_worker: int = 64
+    """A worker with so many in its queue gets no more."""
     retry_after_s: float = 1.0
-
-
-class Estimates(Protocol):
-    """How long things take here: fitted from what the workers measured, or a profile's numbers in a simulation."""
-
-    def prefill_s(self, worker: WorkerLoad, num_tokens: int, num_reused: int) -> float:
-        """Seconds to compute a prompt of `num_tokens`, the KV of its first `num_reused` tokens being there."""
-
-    def queue_s(self, worker: WorkerLoad) -> float:
-        """Seconds until this worker would begin with another prompt."""
-
-    def pull_s(self, source: NodeId, destination: NodeId, num_bytes: int, *, from_ssd: bool = False) -> float:
-        """Seconds to move so much KV between two nodes' pools, given what both are moving already. 0 on one node."""
-
-    def tbt_s(self, worker: WorkerLoad, batch: int, context_tokens: int) -> float:
-        """Seconds between two tokens of one request, in a batch of so many with so many tokens of context in sum."""
+    num_choices: int = 4
+    """Workers that a plan names for each half: nobody asks more than a few."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,6 +70,9 @@ class PrefillChoice:
 class DecodeChoice:
     worker: WorkerLoad
     cost_s: float = 0.0
+    """What the choice was made by; see the policy."""
+    ttft_s: float | None = None
+    """Predicted time to the first token here, with the plan's first prefill choice; None where a policy doesn't ask."""
     tbt_s: float | None = None
     """Predicted seconds between tokens with this request in the batch; None where a policy doesn't ask."""
     num_hot: int = 0
@@ -100,16 +90,26 @@ class DecodeChoice:
 
 
 @dataclass(frozen=True, slots=True)
+class Replication:
+    """A copy worth making, besides serving the request: the prompt's leading chunks, on one more node."""
+
+    source: NodeId
+    destination: NodeId
+    num_chunks: int
+
+
+@dataclass(frozen=True, slots=True)
 class Plan:
-    """Whom to ask, best first. Nothing has been asked yet."""
+    """Whom to ask, best first; `Costs.num_choices` of each at most. Nothing has been asked yet."""
 
     card: ModelCard
     prefills: tuple[PrefillChoice, ...]
     decodes: tuple[DecodeChoice, ...]
     reason: str
     """Why the first of each is the first, for a trace."""
+    replication: Replication | None = None
 
 
 class Policy(Protocol):
     def rank(self, ask: Ask, candidates: Candidates, costs: Costs, turn: int) -> Plan:
-        """Order the candidates; each list keeps all of its workers. `turn` numbers the decisions of this conductor."""
+        """The best of the candidates, in order. `turn` numbers the decisions of this conductor."""

@@ -1,0 +1,124 @@
+"""Requests go to the cache, and the cache goes to where there is time to compute: Mooncake's KV-centric scheduling
+(FAST'25 §4; arXiv 2407.00079v3, Algorithm 1). The default.
+
+For each prefill worker, the estimated time until the prompt's KV is there, and the least of all:
+
+    TTFT = transfer + queue + compute(length, reused prefix)
+
+With the prefix that its own engine and node hold, the transfer is nothing. The longest prefix that the nodes hold
+together is taken instead where both are so:
+
+- it is more than `threshold` times as long as the one at hand (`balance`: tuned by how even the queues are). Where
+  nothing is at hand, any prefix is;
+- pulling what is missing is quicker than computing it: by the measured time of each pair of nodes, with what both move
+  already, and the reading where the holder has it on SSD only.
+
+What is pulled, and what is computed, stays on that node, so a prefix spreads as it is asked for: Algorithm 1's last
+lines, which copy the best match to the chosen instance. Where the choice falls on a holder although its queue is long,
+nothing would spread; then the plan asks for a copy on the idlest node, for those who come next (`Plan.replication`).
+
+Never by longest match alone: that sends all load to one node where every prompt begins alike.
+
+Decode goes where the request would end first; see `decoding`.
+"""
+
+from collections.abc import Sequence
+
+from halfmoon.scheduling.cluster import WorkerLoad
+from halfmoon.scheduling.contract import Ask, Candidates, Costs, Plan, PrefillChoice, Replication
+from halfmoon.scheduling.policies.balance import IDLE_S, Balance
+from halfmoon.scheduling.policies.decoding import Decoding
+from halfmoon.scheduling.policies.ranking import best, described, lot
+from halfmoon.scheduling.prefix import CachedPrefix
+from halfmoon.schemas.model import ModelCard
+
+OVERLOADED = 2.0
+"""A holder whose queue is so many times the mean is too busy for the only one."""
+
+
+class KvCentric:
+    """Keeps nothing between decisions but the threshold."""
+
+    def __init__(self, balance: Balance | None = None) -> None:
+        self.balance = balance or Balance()
+
+    def rank(self, ask: Ask, candidates: Candidates, costs: Costs, turn: int) -> Plan:
+        card, estimates = candidates.card, costs.estimates
+        prefilling = _Prefilling(ask, card, costs, self.balance)
+        prefills: tuple[PrefillChoice, ...] = ()
+        replication: Replication | None = None
+        if ask.has_chunks:
+            queues_s = [estimates.queue_s(worker) for worker in candidates.prefills]
+            self.balance.observe(queues_s)
+            prefills = prefilling.rank(candidates.prefills, queues_s)
+            if prefills:
+                replication = prefilling.replication(prefills[0], candidates.prefills, queues_s)
+        decoding = Decoding(ask, card, costs, prefills[0] if prefills else None, prefilling.choose)
+        decodes = decoding.rank(candidates.decodes)
+        return Plan(card, prefills, decodes, described(ask, prefills, decodes[0]), replication)
+
+
+class _Prefilling:
+    """Ranks prefill workers for one request."""
+
+    def __init__(self, ask: Ask, card: ModelCard, costs: Costs, balance: Balance) -> None:
+        self._ask = ask
+        self._card = card
+        self._estimates = costs.estimates
+        self._num_choices = costs.num_choices
+        self._balance = balance
+        self._prefix = CachedPrefix(ask.match, card.payload_bytes(card.chunk_tokens), costs.estimates, ask.request_id)
+
+    def rank(self, workers: Sequence[WorkerLoad], queues_s: Sequence[float]) -> tuple[PrefillChoice, ...]:
+        longest = max(len(self._ask.match), max(self._ask.hot.values(), default=0))
+        least_s = self._estimates.least_prefill_s(self._ask.num_tokens, self._tokens(longest))
+        bounds = [queue_s + least_s for queue_s in queues_s]
+        return tuple(best(bounds, workers, self.choose, self._key, self._num_choices))
+
+    def _key(self, choice: PrefillChoice) -> tuple[float, ...]:
+        worker = choice.worker
+        return (choice.cost_s, worker.occupancy, self._prefix.distance(worker.node), lot(self._ask, worker))
+
+    def choose(self, worker: WorkerLoad) -> PrefillChoice:
+        """What this worker does best: compute after what it has, or pull."""
+        ask, estimates, prefix = self._ask, self._estimates, self._prefix
+        held = prefix.on(worker.node)
+        num_hot = ask.num_hot(worker.worker)
+        num_there = max(held.num_leading, num_hot)
+        queue_s = estimates.queue_s(worker)
+        num_reused, num_pulled = held.num_leading, 0
+        cost_s = held.read_s + estimates.prefill_s(worker, ask.num_tokens, self._tokens(num_there))
+        if self._balance.is_worth_moving(len(ask.match), num_there):
+            pull = prefix.pull_to(worker.node)
+            pulled_s = pull.total_s + estimates.prefill_s(worker, ask.num_tokens, self._tokens(len(ask.match)))
+            if pulled_s < cost_s:
+                cost_s, num_reused, num_pulled = pulled_s, len(ask.match), pull.num_chunks
+        return PrefillChoice(
+            worker=worker, num_reused=num_reused, num_pulled=num_pulled, num_hot=num_hot, cost_s=queue_s + cost_s
+        )
+
+    def replication(
+        self, first: PrefillChoice, workers: Sequence[WorkerLoad], queues_s: Sequence[float]
+    ) -> Replication | None:
+        """A copy of the whole prefix on the idlest node without it, where all who could do without pulling are busy."""
+        prefix, num_best = self._prefix, len(self._ask.match)
+        if not num_best or prefix.on(first.worker.node).num_leading < num_best:
+            return None
+        mean_s = sum(queues_s) / len(queues_s)
+        queue_s = self._estimates.queue_s(first.worker)
+        if mean_s < IDLE_S or queue_s < OVERLOADED * mean_s:
+            return None
+        without = [
+            (waits_s, worker.node)
+            for waits_s, worker in zip(queues_s, workers, strict=True)
+            if self._balance.is_worth_moving(num_best, prefix.on(worker.node).num_leading)
+        ]
+        if not without:
+            return None
+        idle_s, destination = min(without)
+        if idle_s + prefix.pull_to(destination).total_s >= queue_s:
+            return None
+        return Replication(source=first.worker.node, destination=destination, num_chunks=num_best)
+
+    def _tokens(self, num_chunks: int) -> int:
+        return min(num_chunks * self._card.chunk_tokens, self._ask.num_tokens)

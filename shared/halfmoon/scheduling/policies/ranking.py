@@ -1,0 +1,85 @@
+"""What the policies' rankings have in common: the best few of many, equals by lot, what one node can do alone. Pure."""
+
+import heapq
+import zlib
+from collections.abc import Callable, Iterable, Sequence
+from typing import TypeVar
+
+from halfmoon.scheduling.cluster import WorkerLoad
+from halfmoon.scheduling.contract import Ask, Costs, DecodeChoice, PrefillChoice
+from halfmoon.schemas.model import ModelCard
+
+C = TypeVar("C")
+
+_ROUNDING = 1e-9
+"""A bound and the cost that it bounds are summed in different order."""
+
+
+def lot(ask: Ask, worker: WorkerLoad) -> int:
+    """Equals are drawn by lot, the same for every conductor: else all would begin with the same worker."""
+    return zlib.crc32(f"{ask.request_id}\0{worker.worker}".encode())
+
+
+def best(
+    bounds: Sequence[float],
+    workers: Sequence[WorkerLoad],
+    choose: Callable[[WorkerLoad], C],
+    key: Callable[[C], tuple[float, ...]],
+    num_choices: int,
+) -> list[C]:
+    """The `num_choices` least by `key`, whose first part is a cost. `bounds`: what each worker costs at least.
+
+    The same as choosing for all workers and sorting: once a bound is above the worst of enough choices, no later one
+    can be among them.
+    """
+    found: list[tuple[tuple[float, ...], C]] = []
+    order = sorted(range(len(workers)), key=bounds.__getitem__)
+    for place in order:
+        if len(found) >= num_choices and bounds[place] > found[num_choices - 1][0][0] + _ROUNDING:
+            break
+        choice = choose(workers[place])
+        found.append((key(choice), choice))
+        found.sort(key=_first)
+    return [choice for _, choice in found[:num_choices]]
+
+
+def _first(ranked: tuple[tuple[float, ...], C]) -> tuple[float, ...]:
+    return ranked[0]
+
+
+def local_prefill(ask: Ask, worker: WorkerLoad, card: ModelCard, costs: Costs) -> PrefillChoice:
+    """What this worker would do with what its own engine and node hold, and nothing pulled."""
+    num_reused, num_hot = ask.match.num_leading(worker.node), ask.num_hot(worker.worker)
+    there = min(max(num_reused, num_hot) * card.chunk_tokens, ask.num_tokens)
+    estimates = costs.estimates
+    cost_s = estimates.queue_s(worker) + estimates.prefill_s(worker, ask.num_tokens, there)
+    return PrefillChoice(worker=worker, num_reused=num_reused, num_hot=num_hot, cost_s=cost_s)
+
+
+def local_prefills(ask: Ask, workers: Iterable[WorkerLoad], card: ModelCard, costs: Costs) -> tuple[PrefillChoice, ...]:
+    """The first few workers, each with what it holds; none where prefill has nothing to do."""
+    if not ask.has_chunks:
+        return ()
+    return tuple(local_prefill(ask, worker, card, costs) for worker in list(workers)[: costs.num_choices])
+
+
+def least(
+    workers: Iterable[WorkerLoad], key: Callable[[WorkerLoad], tuple[float, ...]], count: int
+) -> list[WorkerLoad]:
+    return heapq.nsmallest(count, workers, key=key)
+
+
+def described(ask: Ask, prefills: Sequence[PrefillChoice], decode: DecodeChoice) -> str:
+    """Why the first choices are the first, for a trace."""
+    if decode.is_colocated:
+        return f"colocated on {decode.worker.node}"
+    if decode.is_alone:
+        return f"all {decode.num_hot} chunks are hot at {decode.worker.worker}"
+    if not prefills:
+        return "nothing to prefill"
+    first = prefills[0]
+    return (
+        f"{first.num_reused} of {len(ask.match)} matched chunks reused, {first.num_pulled} of them pulled, "
+        f"{first.num_hot} hot; "
+        f"{first.worker.queued_tokens} tokens queued ahead; estimated {first.cost_s * 1000:.0f} ms"
+    )
