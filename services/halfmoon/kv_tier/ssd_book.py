@@ -1,0 +1,150 @@
+"""The book of the SSD tier: which chunks lie there, and which go when it is full. Pure; times are passed in."""
+
+from collections.abc import Callable, Collection, Iterable, Iterator
+from dataclasses import dataclass
+
+import msgspec
+
+from halfmoon.eviction import ChunkFacts, EvictionPolicy, Prompt
+from halfmoon.kv_tier.ssd_file import FileBody, file_bytes
+from halfmoon.schemas.chunks import ChunkMeta, Tier
+from halfmoon.schemas.ids import ChunkKey
+
+Policy = EvictionPolicy[ChunkKey]
+
+
+@dataclass(slots=True)
+class SsdChunk:
+    """A chunk with a whole file."""
+
+    meta: ChunkMeta
+    """With `tier` SSD, as it is announced."""
+    traceparent: str | None
+    read_at: int | None = None
+    """When it was last read from the SSD, in chunks that the pool had taken in; see `reuse`."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Of its file."""
+        return file_bytes(self.meta.num_bytes)
+
+
+class SsdBook:
+    """`num_bytes` of whole files and `num_bytes_coming` of files being written; together at most `limit_bytes`, once
+    the victims are gone that the caller was named."""
+
+    def __init__(self, policy: Policy, limit_bytes: int) -> None:
+        self._policy = policy
+        self.limit_bytes = limit_bytes
+        self.num_bytes = 0
+        self._chunks: dict[ChunkKey, SsdChunk] = {}
+        self._coming: dict[ChunkKey, int] = {}
+        """Bytes of files that are being written."""
+        self._num_prompts = 0
+        self._now_ns = 0
+        self.is_kept: Callable[[ChunkMeta], bool] = _never
+        """Chunks that eviction must leave: pinned ones."""
+
+    def __len__(self) -> int:
+        return len(self._chunks)
+
+    def __contains__(self, key: ChunkKey) -> bool:
+        return key in self._chunks
+
+    @property
+    def num_bytes_coming(self) -> int:
+        return sum(self._coming.values())
+
+    def find(self, key: ChunkKey) -> SsdChunk | None:
+        return self._chunks.get(key)
+
+    def metas(self) -> Iterator[ChunkMeta]:
+        """Of all chunks with a whole file, the longest there first."""
+        return (chunk.meta for chunk in self._chunks.values())
+
+    def is_coming(self, key: ChunkKey) -> bool:
+        return key in self._coming
+
+    def begin(self, meta: ChunkMeta) -> None:
+        """A file for this chunk is about to be written. Raises ValueError where one is there, or being written."""
+        if meta.key in self._chunks or meta.key in self._coming:
+            raise ValueError(f"chunk {meta.key.hex()} has a file already")
+        self._coming[meta.key] = file_bytes(meta.num_bytes)
+
+    def abandon(self, key: ChunkKey) -> None:
+        """No file will come of it: the write failed, or nobody wants the chunk any more. Idempotent."""
+        self._coming.pop(key, None)
+
+    def finish(self, body: FileBody, now_ns: int) -> SsdChunk | None:
+        """The file is whole; None where it was abandoned meanwhile, and is to be removed."""
+        if self._coming.pop(body.meta.key, None) is None:
+            return None
+        return self.add(body, now_ns)
+
+    def add(self, body: FileBody, now_ns: int) -> SsdChunk:
+        """A whole file is there. Raises ValueError where there was one."""
+        meta = msgspec.structs.replace(body.meta, tier=Tier.SSD)
+        if meta.key in self._chunks:
+            raise ValueError(f"chunk {meta.key.hex()} has a file already")
+        self._policy.insert(meta.key, ChunkFacts(meta.parent, meta.index), self._prompt(meta.index, now_ns))
+        chunk = self._chunks[meta.key] = SsdChunk(meta, body.traceparent)
+        self.num_bytes += chunk.num_bytes
+        return chunk
+
+    def used(self, keys: Collection[ChunkKey], num_chunks: int, now_ns: int) -> None:
+        """A prompt of so many chunks uses these, from the first to the last, wherever they are read from."""
+        here = [key for key in keys if key in self._chunks]
+        if here:
+            prompt = self._prompt(len(here), now_ns, num_chunks)
+            for key in here:
+                self._policy.access(key, prompt)
+
+    def remove(self, key: ChunkKey, *, evicted: bool) -> ChunkMeta | None:
+        """Forget a chunk, and what is being written of it; what it was, or None where it has no whole file."""
+        self.abandon(key)
+        chunk = self._chunks.pop(key, None)
+        if chunk is None:
+            return None
+        self._policy.remove(key, evicted=evicted)
+        self.num_bytes -= chunk.num_bytes
+        return chunk.meta
+
+    def victims(self, num_bytes: int) -> list[ChunkKey]:
+        """The chunks to remove so that `num_bytes` more fit, the first one first; fewer where no more may go."""
+        excess = self.num_bytes + self.num_bytes_coming + num_bytes - self.limit_bytes
+        chosen: dict[ChunkKey, None] = {}
+        while excess > 0 and len(chosen) < len(self._chunks):
+            average = max(1, self.num_bytes // len(self._chunks))
+            more = self._policy.victims(-(-excess // average), lambda key: key not in chosen and self._may_go(key))
+            if not more:
+                break
+            for key in more:
+                if excess > 0:
+                    chosen[key] = None
+                    excess -= self._chunks[key].num_bytes
+        return list(chosen)
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError where the book contradicts itself."""
+        assert self.num_bytes == sum(chunk.num_bytes for chunk in self._chunks.values())
+        assert len(self._policy) == len(self._chunks)
+        assert not self._chunks.keys() & self._coming.keys()
+        for key, chunk in self._chunks.items():
+            assert (chunk.meta.key, chunk.meta.tier) == (key, Tier.SSD), chunk
+
+    def _may_go(self, key: ChunkKey) -> bool:
+        return not self.is_kept(self._chunks[key].meta)
+
+    def _prompt(self, num_cached: int, now_ns: int, num_chunks: int | None = None) -> Prompt:
+        self._num_prompts += 1
+        self._now_ns = max(self._now_ns, now_ns)
+        return Prompt(self._num_prompts, self._now_ns, num_chunks or num_cached + 1, num_cached)
+
+
+def in_order_of_use(bodies: Iterable[FileBody]) -> list[FileBody]:
+    """As a book is to be told of them after a restart: the longest unused first, a prompt's chunks in its order."""
+    return sorted(bodies, key=lambda body: (body.meta.last_access_ns, body.meta.index))
+
+
+def _never(meta: ChunkMeta) -> bool:
+    return False
