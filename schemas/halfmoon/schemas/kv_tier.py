@@ -6,6 +6,8 @@ the same host map, and other nodes read through a transport.
 
 from enum import StrEnum
 
+import msgspec
+
 from halfmoon.schemas.chunks import ChunkMeta, ChunkOutcome, Tier
 from halfmoon.schemas.ids import ChunkKey, LeaseId, ModelName, NodeId, RequestId, TenantId, WorkerId
 from halfmoon.schemas.orders import FlushOrder, Selection
@@ -85,6 +87,8 @@ class Acquire(Message, frozen=True, tag="kvtier.acquire.v1"):
     """Whether what is pulled stays in this pool afterwards, and is announced; otherwise it is freed with the lease."""
     in_place: bool = False
     """The reader can map other arenas of its host (`SlotRef.arena`): what isn't kept needs no copy then."""
+    unasked: bool = False
+    """For another pool that makes copies by itself: no request uses the chunks now."""
     tenant: TenantId = TenantId("default")
     """On whose behalf, for accounting; and `model`."""
     model: ModelName = ModelName("")
@@ -108,6 +112,8 @@ class AcquiredChunk(Message, frozen=True):
     finished_ns: int = 0
     detail: str = ""
     """For misses: why, for a person."""
+    traceparent: str | None = None
+    """Trace context of the request that made the chunk, so that its later life elsewhere can link back to it."""
 
 
 class Acquired(Message, frozen=True, tag="kvtier.acquired.v1"):
@@ -243,9 +249,9 @@ class TenantUse(Message, frozen=True):
     tenant: TenantId
     """`other`: all those that are too small for a row of their own."""
     model: ModelName
-    num_chunks: dict[str, int] = {}
+    num_chunks: dict[str, int] = msgspec.field(default_factory=dict)
     """By tier."""
-    num_bytes: dict[str, int] = {}
+    num_bytes: dict[str, int] = msgspec.field(default_factory=dict)
     hits: int = 0
     misses: int = 0
     evictions: int = 0

@@ -299,6 +299,8 @@ class DecodeRun:
         return LeaseSet(
             self._parts.pool,
             self.half.request_id,
+            tenant=self.half.tenant,
+            model=self.half.model,
             lease_s=config.lease_s,
             deadline_ns=self._deadline_ns,
             timeout_s=config.pool_timeout_s,

@@ -9,7 +9,9 @@ from msgspec import Meta
 
 from halfmoon.config import CommonConfig
 from halfmoon.eviction import PolicyName
+from halfmoon.kv_tier.quotas import TenantQuotas, check_quotas
 from halfmoon.pool.arena import DEFAULT_SHM_DIR
+from halfmoon.schemas.chunks import Tier
 
 
 class KvTierConfig(CommonConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -38,6 +40,14 @@ class KvTierConfig(CommonConfig, frozen=True, kw_only=True, forbid_unknown_field
             description="What goes from a full arena: `prefix_aware`, `lru`, `lfu`, `length_aware`, `arc`, `s3_fifo`."
         ),
     ] = PolicyName.PREFIX_AWARE
+    tenants: Annotated[
+        dict[str, TenantQuotas],
+        Meta(
+            description="What tenants may hold here, as JSON: "
+            '`{"acme": {"dram": {"max_share": 0.5, "reserve_share": 0.2}, "ssd": {"max_bytes": 1000000000}}}`; '
+            "`*` for all that aren't named. See docs/operating.md."
+        ),
+    ] = msgspec.field(default_factory=dict)
     engine: Annotated[str, Meta(description="Engine of this node's workers: `torch`, `vllm` or `sim`.")] = "torch"
     kv_dtype: Annotated[
         str,
@@ -83,3 +93,6 @@ class KvTierConfig(CommonConfig, frozen=True, kw_only=True, forbid_unknown_field
         ),
     ] = True
     transfer_chunks: Annotated[int, Meta(description="Chunks per batch at most.", ge=1, le=1024)] = 8
+
+    def __post_init__(self) -> None:
+        check_quotas(self.tenants, Tier.DRAM, self.arena_bytes)

@@ -6,9 +6,10 @@ Each operation first lets expired leases go, so a lease that is over is over, wh
 from collections.abc import Callable, Iterable, Sequence
 
 from halfmoon.kv_tier.leases import Lease, LeaseBook
+from halfmoon.kv_tier.quotas import Quotas, TierBook
 from halfmoon.kv_tier.slots import Evicted, Slot, SlotTable
 from halfmoon.kv_tier.state import SlotState
-from halfmoon.schemas.chunks import ChunkMeta
+from halfmoon.schemas.chunks import ChunkMeta, Tier
 from halfmoon.schemas.ids import ChunkKey, LeaseId, RequestId, WorkerId
 from halfmoon.schemas.kv_tier import WrittenChunk
 from halfmoon.transport.protocol import ReadOutcome
@@ -34,10 +35,16 @@ class Ledger:
         *,
         publish_readable: Callable[[int, int], None] | None = None,
         publish_lease: Callable[[LeaseId, int | None], None] | None = None,
+        quotas: Quotas | None = None,
     ) -> None:
-        """The functions are told what readers of the arena may know: see `SlotTable` and `LeaseBook`."""
+        """The functions are told what readers of the arena may know: see `SlotTable` and `LeaseBook`.
+
+        Raises ValueError for quotas that an arena of this size can't keep.
+        """
         self.slot_bytes = slot_bytes
-        self.slots = SlotTable(num_slots, publish_generation, first_generation, publish_readable)
+        self.book = TierBook(Tier.DRAM, num_slots * slot_bytes, quotas or {}, chunk_bytes=slot_bytes)
+        """What each tenant has registered here."""
+        self.slots = SlotTable(num_slots, publish_generation, first_generation, publish_readable, self.book)
         self.leases = LeaseBook(publish_lease)
 
     def open_lease(self, lease_id: LeaseId, holder: WorkerId, request_id: RequestId, expires_ns: int) -> Lease:

@@ -246,8 +246,9 @@ class Puller:
             elif offered.key != key or offered.slot.num_bytes != num_bytes:
                 detail = f"node {source.node} has {offered.slot.num_bytes} bytes of it, not {num_bytes}"
                 self._fail([flight], ChunkOutcome.MISS, detail)
-            elif (slot := self._store.reserve(own_lease, key, num_bytes)) is None:
-                self._fail([flight], ChunkOutcome.MISS, "this pool has no room: every slot is in use")
+            elif (slot := self._store.reserve(own_lease, key, num_bytes, offered.meta.tenant)) is None:
+                detail = "this pool has no room: every slot is in use, or reserved for other tenants"
+                self._fail([flight], ChunkOutcome.MISS, detail)
             else:
                 destination = self._store.payload(slot)
                 read = SliceRead(offered.slot.slot, offered.slot.generation, 0, destination)

@@ -78,7 +78,7 @@ class Requests:
 
     async def stats(self, request: Stats, envelope: Envelope) -> PoolStats:
         self._store.expire()
-        return self._store.stats(self._bytes_served())
+        return msgspec.structs.replace(self._store.stats(self._bytes_served()), tenants=self._store.accounts.rows())
 
     async def acquire(self, request: Acquire, envelope: Envelope) -> Acquired:
         facts: dict[str, attributes.AttributeValue] = {
@@ -103,11 +103,11 @@ class Requests:
             )
         expires_ns = self._expiry_ns(request.lease_s)
         lease_id = self._open_lease(request.holder, request.request_id, expires_ns)
-        self._store.make_room(len(request.chunks))
+        self._store.make_room(len(request.chunks), request.tenant)
         reserved: list[ReservedChunk] = []
         full = False
         for chunk in request.chunks:
-            slot = None if full else self._store.reserve(lease_id, chunk.key, chunk.num_bytes)
+            slot = None if full else self._store.reserve(lease_id, chunk.key, chunk.num_bytes, request.tenant)
             full = slot is None
             reference = None if slot is None else self._store.reference(slot)
             reserved.append(ReservedChunk(key=chunk.key, index=chunk.index, slot=reference))
@@ -205,6 +205,7 @@ class Requests:
         counters.hits_local += sum(chunk.outcome is ChunkOutcome.HIT_LOCAL for chunk in chunks)
         counters.hits_remote += sum(chunk.outcome is ChunkOutcome.HIT_REMOTE for chunk in chunks)
         counters.misses += sum(chunk.slot is None for chunk in chunks)
+        self._store.accounts.asked(request, chunks)
         return Acquired(lease_id=lease_id, expires_ns=expires_ns, chunks=chunks, epoch=self._info.epoch)
 
     def _local(self, lease_id: LeaseId, chunk: WantedChunk) -> AcquiredChunk:

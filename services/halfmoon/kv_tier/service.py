@@ -94,9 +94,18 @@ class KvTier:
         announcer = await self._make_announcer()
         tracer = self._runtime.telemetry.tracer
         # Hundreds of thousands of slots take a second to set up: in a thread, so that heartbeats go on.
-        store = self._store = await asyncio.to_thread(
-            ChunkStore, arena, self._epoch, announcer, tracer, eviction_policy=self._config.eviction_policy
-        )
+        try:
+            store = self._store = await asyncio.to_thread(
+                ChunkStore,
+                arena,
+                self._epoch,
+                announcer,
+                tracer,
+                eviction_policy=self._config.eviction_policy,
+                quotas=self._config.tenants,
+            )
+        except ValueError as error:
+            raise StartupError(str(error)) from None
         server = self._server = serve_tcp(self._config, arena, store, self._epoch, self._undo, self._log)
         rdma = await open_rdma(self._config, arena, authorizer(store), self._epoch, self._runtime.bus, self._undo)
         if rdma.server is not None:
@@ -124,6 +133,8 @@ class KvTier:
             )
         )
         self._runtime.metrics.registry.register(PathCollector(paths.health))
+        for collector in store.accounts.collectors():
+            self._runtime.metrics.registry.register(collector)
         requests = Requests(
             info,
             store,

@@ -2,17 +2,20 @@
 
 import heapq
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from halfmoon.eviction import PolicyName, make_policy
+from halfmoon.kv_tier.accounts import Accounts
 from halfmoon.kv_tier.events import Announcer
 from halfmoon.kv_tier.eviction import Evictor
 from halfmoon.kv_tier.ledger import Ledger
+from halfmoon.kv_tier.quotas import Quotas
 from halfmoon.kv_tier.slots import Evicted, Slot
 from halfmoon.pool.arena import Arena
 from halfmoon.schemas.chunks import ChunkMeta, EvictReason
-from halfmoon.schemas.ids import ChunkKey, LeaseId
+from halfmoon.schemas.ids import ChunkKey, LeaseId, TenantId
 from halfmoon.schemas.kv_tier import PoolStats, SlotRef, WrittenChunk
 from halfmoon.tracing import Context, Tracer, attributes, link_to, names
 
@@ -41,7 +44,9 @@ class ChunkStore:
         tracer: Tracer,
         clock_ns: Callable[[], int] = time.time_ns,
         eviction_policy: PolicyName = PolicyName.PREFIX_AWARE,
+        quotas: Quotas | None = None,
     ) -> None:
+        """Raises ValueError for quotas that an arena of this size can't keep."""
         self.arena = arena
         self.ledger = Ledger(
             arena.num_slots,
@@ -50,27 +55,41 @@ class ChunkStore:
             first_generation=epoch,
             publish_readable=arena.tables.set_readable_bytes,
             publish_lease=arena.tables.set_lease,
+            quotas=quotas,
         )
-        self.evictor = Evictor(make_policy(eviction_policy, arena.num_slots, ChunkKey), self.ledger.slots)
+        self.evictor = Evictor(
+            lambda: make_policy(eviction_policy, arena.num_slots, ChunkKey),
+            self.ledger.slots,
+            self.ledger.book,
+            arena.slot_bytes,
+        )
         self.counters = Counters()
+        self.accounts = Accounts(self.ledger.book)
         self.clock_ns = clock_ns
         self._announcer = announcer
         self._tracer = tracer
 
-    def make_room(self, num_slots: int) -> None:
+    def make_room(self, num_slots: int, tenant: TenantId | None = None) -> None:
         """Evict so that this many slots are free, as far as that goes: one plan for many is cheaper than one each."""
-        self.evict(self.evictor.victims(num_slots - self.ledger.slots.counts().free))
+        self.evict(self.evictor.victims(num_slots - self.ledger.slots.counts().free, tenant))
 
-    def reserve(self, lease_id: LeaseId, key: ChunkKey, num_bytes: int) -> Slot | None:
-        """A staged slot, evicting where none is free; None where everything is in use. Raises as `Ledger.reserve`."""
+    def reserve(self, lease_id: LeaseId, key: ChunkKey, num_bytes: int, tenant: TenantId | None = None) -> Slot | None:
+        """A staged slot, evicting where none is free; None where everything is in use, or reserved for other tenants.
+
+        Raises as `Ledger.reserve`.
+        """
         now_ns = self.clock_ns()
         slot = self.ledger.reserve(lease_id, key, num_bytes, now_ns)
-        if slot is None and self.evict(self.evictor.victims(1)):
+        if slot is None and self.evict(self.evictor.victims(1, tenant)):
             slot = self.ledger.reserve(lease_id, key, num_bytes, now_ns)
         return slot
 
     def commit(self, lease_id: LeaseId, chunks: Sequence[WrittenChunk], traceparent: str | None) -> int:
-        """Make chunks readable and announce them; return how many were registered. Raises as `Ledger.commit`."""
+        """Make chunks readable and announce them; return how many were registered. Raises as `Ledger.commit`.
+
+        What is beyond its tenant's quota takes the place of that tenant's own chunks, or isn't registered.
+        """
+        self._keep_quotas(chunks)
         registered = self.ledger.commit(lease_id, chunks, self.clock_ns())
         for chunk in chunks:
             self.ledger.slots[chunk.slot].traceparent = traceparent
@@ -156,9 +175,24 @@ class ChunkStore:
             self._tell_gone(gone, traceparents, EvictReason.CAPACITY)
         return bool(gone)
 
+    def _keep_quotas(self, chunks: Iterable[WrittenChunk]) -> None:
+        """Evict, of each tenant's own, what these chunks would be beyond its quota."""
+        new = Counter(
+            chunk.meta.tenant
+            for chunk in chunks
+            if chunk.register
+            and self.ledger.book.is_apart(chunk.meta.tenant)
+            and not ((there := self.ledger.slots.find(chunk.meta.key)) is not None and there.registered)
+        )
+        for tenant, num_chunks in new.items():
+            if excess := self.ledger.book.num_excess(tenant, num_chunks, self.arena.slot_bytes):
+                self.evict(self.evictor.own_victims(excess, tenant))
+
     def _tell_gone(self, gone: Sequence[Evicted], traceparents: Sequence[str | None], reason: EvictReason) -> None:
         self.counters.evictions += len(gone)
-        self.evictor.gone(gone, evicted=reason is EvictReason.CAPACITY)
+        for each in gone:
+            self.accounts.evicted(each.meta)
+        self.evictor.gone(gone, self.clock_ns(), evicted=reason is EvictReason.CAPACITY)
         self._announcer.evicted([each.meta.key for each in gone], reason)
         if successors := [each.successor for each in gone if each.successor is not None]:
             self._announcer.registered(successors)

@@ -242,6 +242,8 @@ class PrefillRun:
         return LeaseSet(
             self._parts.pool,
             self.half.request_id,
+            tenant=self.half.tenant,
+            model=self.half.model,
             lease_s=self._parts.config.lease_s,
             deadline_ns=self._deadline_ns,
             timeout_s=self._parts.config.pool_timeout_s,

@@ -16,7 +16,7 @@ from halfmoon.pool.arena import Arena, ArenaError
 from halfmoon.pool.neighbours import Neighbours
 from halfmoon.pool.renewal import Renewals
 from halfmoon.schemas import subjects
-from halfmoon.schemas.ids import ChunkKey, LeaseId, NodeId, RequestId, WorkerId
+from halfmoon.schemas.ids import ChunkKey, LeaseId, ModelName, NodeId, RequestId, TenantId, WorkerId
 from halfmoon.schemas.kv_tier import (
     Acquire,
     Acquired,
@@ -43,6 +43,8 @@ from halfmoon.schemas.wire import Message
 R = TypeVar("R", bound=Message)
 
 DEFAULT_LEASE_S = 10.0
+DEFAULT_TENANT = TenantId("default")
+NO_MODEL = ModelName("")
 _RETRY_S = 0.1
 
 
@@ -131,10 +133,13 @@ class PoolClient:
         lease_s: float = DEFAULT_LEASE_S,
         keep: bool = True,
         deadline_ns: int | None = None,
+        tenant: TenantId = DEFAULT_TENANT,
+        model: ModelName = NO_MODEL,
     ) -> Acquired:
         """Lease chunks for reading; what isn't here is pulled from its sources, until `deadline_ns` (Unix time).
 
         `keep`: what is pulled stays in this pool and is announced. Never for a hand-over's partial chunk.
+        `tenant` and `model` are for the pool's accounts.
         """
         request = Acquire(
             request_id=request_id,
@@ -143,6 +148,8 @@ class PoolClient:
             lease_s=lease_s,
             keep=keep,
             in_place=self._reads_neighbours and not keep,
+            tenant=tenant,
+            model=model,
         )
         self._neighbours.forget_dead()
         acquired = await self._acquire(request, deadline_ns)
@@ -164,14 +171,13 @@ class PoolClient:
         *,
         lease_s: float = DEFAULT_LEASE_S,
         deadline_ns: int | None = None,
+        tenant: TenantId = DEFAULT_TENANT,
     ) -> Reserved:
-        """Lease empty slots for writing; where the pool is full, the last of `chunks` get none."""
-        reserved = await self._call(
-            "reserve",
-            Reserve(request_id=request_id, holder=self._worker_id, chunks=tuple(chunks), lease_s=lease_s),
-            Reserved,
-            deadline_ns,
+        """Lease empty slots for writing, for a tenant; where the pool is full, the last of `chunks` get none."""
+        request = Reserve(
+            request_id=request_id, holder=self._worker_id, chunks=tuple(chunks), lease_s=lease_s, tenant=tenant
         )
+        reserved = await self._call("reserve", request, Reserved, deadline_ns)
         await self._opened(reserved.lease_id, reserved.epoch, lease_s)
         return reserved
 

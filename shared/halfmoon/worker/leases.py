@@ -6,7 +6,7 @@ from collections.abc import Coroutine, Sequence
 from typing import TypeVar
 
 from halfmoon.pool.client import PoolClient
-from halfmoon.schemas.ids import LeaseId, RequestId
+from halfmoon.schemas.ids import LeaseId, ModelName, RequestId, TenantId
 from halfmoon.schemas.kv_tier import Acquired, Committed, NewChunk, Reserved, WantedChunk, WrittenChunk
 
 Granted = TypeVar("Granted", Acquired, Reserved)
@@ -26,6 +26,8 @@ class LeaseSet:
         pool: PoolClient,
         request_id: RequestId,
         *,
+        tenant: TenantId,
+        model: ModelName,
         lease_s: float,
         deadline_ns: int,
         timeout_s: float,
@@ -33,6 +35,8 @@ class LeaseSet:
         """`timeout_s` bounds each question to the pool, as `deadline_ns` bounds them all."""
         self._pool = pool
         self._request_id = request_id
+        self._tenant = tenant
+        self._model = model
         self._lease_s = lease_s
         self._deadline_ns = deadline_ns
         self._timeout_s = timeout_s
@@ -52,13 +56,27 @@ class LeaseSet:
     async def acquire(self, chunks: Sequence[WantedChunk], *, keep: bool) -> Acquired:
         """Raises `BusError` (a refusal is a `RemoteError`)."""
         return await self._ask(
-            self._pool.acquire(self._request_id, chunks, lease_s=self._lease_s, keep=keep, deadline_ns=self._bound_ns())
+            self._pool.acquire(
+                self._request_id,
+                chunks,
+                lease_s=self._lease_s,
+                keep=keep,
+                deadline_ns=self._bound_ns(),
+                tenant=self._tenant,
+                model=self._model,
+            )
         )
 
     async def reserve(self, chunks: Sequence[NewChunk]) -> Reserved:
         """Raises `BusError`."""
         return await self._ask(
-            self._pool.reserve(self._request_id, chunks, lease_s=self._lease_s, deadline_ns=self._bound_ns())
+            self._pool.reserve(
+                self._request_id,
+                chunks,
+                lease_s=self._lease_s,
+                deadline_ns=self._bound_ns(),
+                tenant=self._tenant,
+            )
         )
 
     async def commit(self, lease_id: LeaseId, chunks: Sequence[WrittenChunk]) -> Committed:
