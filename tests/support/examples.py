@@ -3,6 +3,7 @@
 from halfmoon.schemas import (
     caches,
     chunks,
+    copies,
     kv_tier,
     members,
     model,
@@ -393,6 +394,13 @@ EXAMPLES: tuple[wire.Message, ...] = (
     orders.Forgotten(worker=WORKER, num_chunks=3),
     prompts.PromptKeys(model=MODEL, tenant=TENANT, tokens=(1, 2)),
     prompts.PromptChunks(model=MODEL, tenant=TENANT, num_tokens=600, chunk_tokens=256, keys=(PARENT, KEY)),
+    copies.Replicate(
+        chunks=(kv_tier.WantedChunk(key=KEY, index=2, num_tokens=256, num_bytes=4096, sources=(SOURCE,)),),
+        cause=copies.Cause.DEMAND,
+    ),
+    copies.Replicating(num_here=1, num_queued=2),
+    copies.AskSurplus(node=NODE, keys=(PARENT, KEY)),
+    copies.Surplus(keys=(KEY,)),
     registry.Members(),
     registry.MemberList(members=(WORKER_BEAT, NODE_BEAT, SERVICE_BEAT)),
     registry.MemberJoined(worker=WORKER, node=NODE),

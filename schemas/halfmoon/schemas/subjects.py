@@ -26,6 +26,8 @@ SPLIT_DECODE_ALL = f"{PREFIX}.request.split.decode.*"
 ENDED_ALL = f"{PREFIX}.request.ended.*"
 CHUNK_EVENTS = (f"{PREFIX}.chunk.registered.*", f"{PREFIX}.evict.*")
 HEARTBEAT_ALL = f"{PREFIX}.worker.*.heartbeat"
+SURPLUS = f"{PREFIX}.conductor.surplus"
+EVICT_ALL = f"{PREFIX}.evict.*"
 CACHE_ALL = f"{PREFIX}.worker.*.cache"
 MEMBER_EVENTS = f"{PREFIX}.member.*"
 

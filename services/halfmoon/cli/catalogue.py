@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from halfmoon.schemas import subjects
 from halfmoon.schemas.caches import WorkerCache
 from halfmoon.schemas.chunks import ChunkEvicted, ChunkRegistered, NodeCleared
+from halfmoon.schemas.copies import AskSurplus, CopiesReply, Replicate
 from halfmoon.schemas.kv_tier import Done, KvTierReply, KvTierRequest
 from halfmoon.schemas.members import Heartbeat
 from halfmoon.schemas.orders import Forget, Forgotten
@@ -106,6 +107,18 @@ def channels() -> Sequence[Channel]:
             f"{p}.kvtier.{{node}}.rdma_{{verb}}",
             "Request-reply: hello, connect, grant, disconnect; what nodes say to each other to read over RDMA.",
             (*_members(RdmaRequest), *_members(RdmaReply), Done, Error),
+        ),
+        Channel(
+            "kvTierReplicate",
+            f"{p}.kvtier.{{node}}.replicate",
+            "Request-reply: bring chunks here without a request for them.",
+            (Replicate, *_members(CopiesReply)),
+        ),
+        Channel(
+            "surplus",
+            subjects.SURPLUS,
+            "Request-reply, to any conductor: which of a pool's chunks are on enough other nodes.",
+            (AskSurplus, *_members(CopiesReply)),
         ),
         Channel("heartbeat", f"{p}.worker.{{id}}.heartbeat", "Every 250 ms or faster.", _members(Heartbeat)),
         Channel(
