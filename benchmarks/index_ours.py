@@ -27,6 +27,7 @@ def messages(num_holders: int) -> Iterator[bytes]:
                 checksum=bytes(16),
                 request_id=RequestId("r"),
                 created_ns=1,
+                parent=ChunkKey(keys[index - 1]) if index else None,
             )
             for index, key in enumerate(keys)
         )

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from typing import Final, assert_never
 
 from halfmoon.scheduling.holders import NOBODY, HolderSets
-from halfmoon.schemas.chunks import ChunkEvent, ChunkEvicted, ChunkPlacement, ChunkRegistered, NodeCleared
+from halfmoon.scheduling.runs import ChunkRuns
+from halfmoon.schemas.chunks import ChunkEvent, ChunkEvicted, ChunkMeta, ChunkPlacement, ChunkRegistered, NodeCleared
 from halfmoon.schemas.ids import ChunkKey, NodeId
 
 _SWEEP_SHARE: Final = 8
@@ -41,15 +42,15 @@ class Match:
 
 
 class ChunkIndex:
-    """Chunk key → the set of its holders, at about 130 bytes a chunk (see docs/decisions.md).
+    """Chunk key → the set of its holders, at about 140 bytes a chunk (see docs/decisions.md).
 
-    Keys are compared whole: by `dict`, which hashes them with a seed that nobody outside knows. There is no list of
-    what a node holds; when it goes, its name leaves the sets, and chunks that nobody holds any more are swept out while
+    Keys are compared whole, and hashed by `dict` with a seed that nobody outside knows. There is no list of what a
+    node holds; when it goes, its name leaves the sets, and chunks that nobody holds any more are swept out while
     later events are taken in.
     """
 
     def __init__(self) -> None:
-        self._numbers: dict[ChunkKey, int] = {}
+        self._numbers = ChunkRuns()
         self._sets = HolderSets()
         self._epochs: dict[NodeId, int] = {}
         self._live: dict[NodeId, int] | None = None
@@ -87,7 +88,7 @@ class ChunkIndex:
         """Take in (more) placements of a snapshot. Those of an older epoch change nothing."""
         for placement in placements:
             if self._enter(placement.node, placement.epoch):
-                self._put(placement.node, placement.chunk.key)
+                self._put(placement.node, placement.chunk)
 
     def apply(self, event: ChunkEvent) -> None:
         """Take in one event of the stream, in order. Repeats, and late events of an older epoch, change nothing."""
@@ -96,7 +97,7 @@ class ChunkIndex:
         match event:
             case ChunkRegistered():
                 for chunk in event.chunks:
-                    self._put(event.node, chunk.key)
+                    self._put(event.node, chunk)
             case ChunkEvicted():
                 for key in event.keys:
                     self._take(event.node, key)
@@ -115,17 +116,7 @@ class ChunkIndex:
             self._live = dict(live)
             trusted = frozenset(node for node, epoch in live.items() if self._epochs.get(node) == epoch)
             self._sets.trust(trusted)
-        number_of, visible = self._numbers.get, self._sets.visible
-        found: list[frozenset[NodeId]] = []
-        for key in keys:
-            number = number_of(key, NOBODY)
-            nodes = visible[number]
-            if nodes is None:
-                nodes = self._sets.reveal(number)
-            if not nodes:
-                break
-            found.append(nodes)
-        return Match(tuple(found))
+        return Match(self._sets.visible(self._numbers.along(keys)))
 
     def _enter(self, node: NodeId, epoch: int) -> bool:
         """Whether an event of this epoch counts. A newer one empties the node first."""
@@ -139,18 +130,19 @@ class ChunkIndex:
         self._live = None
         return True
 
-    def _put(self, node: NodeId, key: ChunkKey) -> None:
-        self._numbers[key] = self._sets.including(self._numbers.get(key, NOBODY), node)
+    def _put(self, node: NodeId, chunk: ChunkMeta) -> None:
+        number = self._sets.including(self._numbers.get(chunk.key, NOBODY), node)
+        self._numbers.put(chunk.key, number, chunk.parent)
 
     def _take(self, node: NodeId, key: ChunkKey) -> None:
-        number = self._numbers.get(key)
-        if number is None:
+        number = self._numbers.get(key, NOBODY)
+        if number == NOBODY:
             return
         left = self._sets.excluding(number, node)
         if left == NOBODY:
-            del self._numbers[key]
+            self._numbers.remove(key)
         else:
-            self._numbers[key] = left
+            self._numbers.put(key, left, None)
 
     def _sweep(self) -> None:
         """A step of removing chunks that nobody holds, where they are many: a pass over all takes as long as several
@@ -160,8 +152,8 @@ class ChunkIndex:
                 return
             self._to_sweep = list(self._numbers)
         for key in self._to_sweep[-_SWEEP_STEP:]:
-            number = self._numbers.get(key)
-            if number is not None and self._sets.is_empty(number):
-                del self._numbers[key]
+            number = self._numbers.get(key, NOBODY)
+            if number != NOBODY and self._sets.is_empty(number):
+                self._numbers.remove(key)
                 self._sets.forget(number)
         del self._to_sweep[-_SWEEP_STEP:]
