@@ -6,7 +6,8 @@ may not touch, however many there are. Between policies, the one whose next vict
 
 import heapq
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from itertools import islice
 
 from halfmoon.eviction import ChunkFacts, EvictionPolicy, Prompt
 from halfmoon.kv_tier.quotas import TierBook
@@ -41,6 +42,24 @@ class Evictor:
         """Of the latest requests, the oldest first: chunks are committed some time after the prompt came."""
         self._num_prompts = 0
         self._now_ns = 0
+        self._surplus: dict[ChunkKey, None] = {}
+        """Chunks that enough other nodes hold, as far as is known: they go before all others."""
+
+    def set_surplus(self, keys: Iterable[ChunkKey]) -> None:
+        """From now on these are surplus, and no others; what goes first comes first."""
+        self._surplus = dict.fromkeys(keys)
+
+    def doubt_surplus(self, keys: Iterable[ChunkKey]) -> None:
+        """Another node has let go of these: whether enough others hold them has to be asked again."""
+        for key in keys:
+            self._surplus.pop(key, None)
+
+    def is_surplus(self, key: ChunkKey) -> bool:
+        return key in self._surplus
+
+    @property
+    def num_surplus(self) -> int:
+        return len(self._surplus)
 
     def asked(self, request_id: RequestId, num_chunks: int, cached: Iterable[ChunkKey], now_ns: int) -> None:
         """A prompt of so many chunks has come, and the pool has these of them, from the first to the last."""
@@ -48,6 +67,7 @@ class Evictor:
         prompt = self._open(request_id, num_chunks, len(slots), now_ns)
         for slot in slots:
             assert slot.meta is not None
+            self._surplus.pop(slot.meta.key, None)
             self._policies[self._part_of(slot.meta.tenant)].access(slot.meta.key, prompt)
 
     def registered(self, metas: Iterable[ChunkMeta], now_ns: int) -> None:
@@ -64,6 +84,7 @@ class Evictor:
     def gone(self, gone: Iterable[Evicted], now_ns: int, *, evicted: bool) -> None:
         """The pool has these chunks no more, or another copy of them in their place."""
         for each in gone:
+            self._surplus.pop(each.meta.key, None)
             part = self._part_of(each.meta.tenant)
             if each.successor is not None and self._part_of(each.successor.tenant) == part:
                 continue
@@ -120,7 +141,7 @@ class Evictor:
                 [(slot, part) for slot in self._offer(part, min(allowed[part], taken[part] + num_slots), chosen)]
                 for part in some
             ]
-            for slot, part in heapq.merge(*offers, key=_last_access_ns):
+            for slot, part in heapq.merge(*offers, key=self._rank):
                 if len(chosen) == wanted:
                     return
                 chosen[slot.number] = part
@@ -134,8 +155,19 @@ class Evictor:
 
     def _offer(self, part: _Part, num_slots: int, chosen: _Chosen) -> list[Slot]:
         """The first so many that this policy would give up, without those that are chosen already."""
-        slots = map(self._slots.find, self._policies[part].victims(num_slots, self._is_ready))
+        keys = dict.fromkeys(islice(self._surplus_of(part), num_slots))
+        if len(keys) < num_slots:
+            keys |= dict.fromkeys(self._policies[part].victims(num_slots, self._is_ready))
+        slots = map(self._slots.find, islice(keys, num_slots))
         return [slot for slot in slots if slot is not None and slot.number not in chosen]
+
+    def _surplus_of(self, part: _Part) -> Iterator[ChunkKey]:
+        for key in self._surplus:
+            slot = self._slots.find(key)
+            if slot is None or slot.meta is None or not self._is_ready(key):
+                continue
+            if self._part_of(slot.meta.tenant) == part:
+                yield key
 
     def _is_ready(self, key: ChunkKey) -> bool:
         slot = self._slots.find(key)
@@ -153,6 +185,7 @@ class Evictor:
             self._prompts.popitem(last=False)
         return prompt
 
-
-def _last_access_ns(offer: tuple[Slot, _Part]) -> int:
-    return offer[0].last_access_ns
+    def _rank(self, offer: tuple[Slot, _Part]) -> tuple[bool, int]:
+        """Between policies: what is surplus first, then what is unused for longest."""
+        slot = offer[0]
+        return slot.key not in self._surplus, slot.last_access_ns

@@ -25,6 +25,8 @@ class PullRequest:
     """A chunk that isn't kept may stay where it is, if its reader can map that arena."""
     lease_s: float = 10.0
     """Length of the reader's lease: what is lent for it elsewhere is renewed by as much."""
+    unasked: bool = False
+    """No request waits for it: see `copies`."""
 
     @property
     def needs_copy(self) -> bool:
@@ -76,3 +78,5 @@ class Arrival:
     meta: ChunkMeta
     read: SliceRead
     checksum: bytes
+    traceparent: str | None = None
+    """Of the request that made the chunk, where its source knows it."""

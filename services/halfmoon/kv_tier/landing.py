@@ -13,7 +13,7 @@ from halfmoon.kv_tier.store import ChunkStore
 from halfmoon.schemas.chunks import ChunkMeta, ChunkOutcome, Tier
 from halfmoon.schemas.ids import LeaseId, NodeId
 from halfmoon.schemas.kv_tier import AcquiredChunk, ArenaRef, ChunkSource, NodeInfo, Report, SlotRef, WrittenChunk
-from halfmoon.tracing import Tracer, attributes, names, traceparent
+from halfmoon.tracing import Tracer, attributes, link_to, names, traceparent
 from halfmoon.transport.protocol import ReadOutcome, SliceResult
 
 _INLINE_CHECK_BYTES = 1 << 20
@@ -44,8 +44,11 @@ class Landing:
             key = arrival.flight.chunk.key
             self._log.warning("corrupt chunk", source=source, key=key.hex(), transport=transport)
             await self._report(source, arrival)
+        elif self._store.is_stale(arrival.meta, arrival.flight.request.request_id):
+            failure = ChunkOutcome.MISS, "it was flushed"
         outcome = ChunkOutcome.HIT_REMOTE if failure is None else failure[0]
-        self._trace(source, arrival.flight, outcome, transport, result.started_ns, result.finished_ns)
+        maker = arrival if arrival.flight.request.unasked else None
+        self._trace(source, arrival.flight, outcome, transport, result.started_ns, result.finished_ns, maker=maker)
         return failure
 
     def commit(
@@ -59,7 +62,7 @@ class Landing:
         )
         keep = any(each.keep for each in flight.waiting)
         written = WrittenChunk(slot=slot.number, generation=arrival.generation, meta=meta, register=keep)
-        self._store.commit(own_lease, [written], traceparent(flight.request.context))
+        self._store.commit(own_lease, [written], arrival.traceparent or traceparent(flight.request.context))
         self._store.counters.bytes_pulled += slot.num_bytes
         for waiting in flight.waiting:
             lease = self._store.ledger.leases.get(waiting.lease_id)
@@ -117,9 +120,11 @@ class Landing:
         finished_ns: int,
         *,
         in_place: bool = False,
+        maker: Arrival | None = None,
     ) -> None:
+        """`maker`: what tells of the request that made the chunk, where none has asked for it now."""
         facts = attributes.ChunkFacts(
-            request_id=flight.request.request_id,
+            request_id=flight.request.request_id if maker is None else maker.meta.request_id,
             key=flight.chunk.key,
             index=flight.chunk.index,
             outcome=outcome,
@@ -139,6 +144,7 @@ class Landing:
             finished_ns,
             parent=flight.request.context,
             attributes=facts.attributes(),
+            links=() if maker is None else link_to(maker.traceparent),
         )
 
     async def _report(self, node: NodeId, arrival: Arrival) -> None:

@@ -9,6 +9,7 @@ slots, and the lease there is held for them (`loans`).
 """
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Coroutine, Iterable, Sequence
 from typing import Any
@@ -80,6 +81,9 @@ class Puller:
     def num_flights(self) -> int:
         """Chunks on their way or in line."""
         return len(self._flights)
+
+    def is_coming(self, key: ChunkKey) -> bool:
+        return key in self._flights
 
     @property
     def num_loans(self) -> int:
@@ -168,7 +172,9 @@ class Puller:
         """One batch from one source; what it can't give goes on to the next."""
         request = flights[0].request
         try:
-            async with asyncio.timeout((request.deadline_ns - time.time_ns()) / 1e9), self._running:
+            # What nobody waits for takes nobody's turn: it is little at a time, and begins only when nobody else does.
+            turn = contextlib.nullcontext() if request.unasked else self._running
+            async with asyncio.timeout((request.deadline_ns - time.time_ns()) / 1e9), turn:
                 await self._fetch_from(source, flights, request)
         except TimeoutError:
             self._fail(flights, ChunkOutcome.MISS, f"node {source.node} took longer than there was time for")
@@ -189,7 +195,13 @@ class Puller:
         left_s = (request.deadline_ns - time.time_ns()) / 1e9
         acquired = await self._peers.acquire(
             source.node,
-            Acquire(request_id=request.request_id, holder=self._holder, chunks=wanted, lease_s=max(left_s, 0.0) + 1.0),
+            Acquire(
+                request_id=request.request_id,
+                holder=self._holder,
+                chunks=wanted,
+                lease_s=max(left_s, 0.0) + 1.0,
+                unasked=request.unasked,
+            ),
             request.deadline_ns,
             request.context,
         )
@@ -252,7 +264,11 @@ class Puller:
             else:
                 destination = self._store.payload(slot)
                 read = SliceRead(offered.slot.slot, offered.slot.generation, 0, destination)
-                arrivals.append(Arrival(flight, slot, slot.generation, offered.meta, read, offered.slot.checksum))
+                arrivals.append(
+                    Arrival(
+                        flight, slot, slot.generation, offered.meta, read, offered.slot.checksum, offered.traceparent
+                    )
+                )
         return arrivals
 
     async def _land(

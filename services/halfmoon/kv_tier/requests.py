@@ -16,7 +16,7 @@ from halfmoon.kv_tier.flights import PullRequest
 from halfmoon.kv_tier.ledger import LeaseGone, Misfit
 from halfmoon.kv_tier.pull import Puller
 from halfmoon.kv_tier.store import ChunkStore
-from halfmoon.schemas.chunks import ChunkOutcome
+from halfmoon.schemas.chunks import ChunkOutcome, EvictReason
 from halfmoon.schemas.ids import LeaseId, RequestId, WorkerId, new_lease_id
 from halfmoon.schemas.kv_tier import (
     Acquire,
@@ -147,7 +147,7 @@ class Requests:
             is_there = self._store.ledger.readable(request.slot, request.generation, request.key) is slot
             if is_damaged and is_there:
                 self._log.warning("a damaged chunk is withdrawn", key=request.key.hex(), slot=request.slot)
-                self._store.withdraw(slot)
+                self._store.withdraw([slot], EvictReason.CORRUPT)
         return Done()
 
     async def inventory(self, request: Inventory, envelope: Envelope) -> InventoryPage:
@@ -174,7 +174,9 @@ class Requests:
         wanted = request.chunks
         here = {chunk.key for chunk in wanted if ledger.slots.find(chunk.key) is not None}
         cached = [chunk.key for chunk in wanted if chunk.key in here]
-        self._store.evictor.asked(request.request_id, len(wanted), cached, self._store.clock_ns())
+        if not request.unasked:
+            self._store.evictor.asked(request.request_id, len(wanted), cached, self._store.clock_ns())
+            self._store.unasked.used(cached)
         plan = policy.plan_acquire(wanted, here, self._info.node)
         answers: dict[int, AcquiredChunk] = {}
         for position in plan.local:
@@ -201,12 +203,16 @@ class Requests:
         if not ledger.renew(lease_id, expires_ns, self._store.clock_ns()):
             answers = {position: _expired(answer) for position, answer in answers.items()}
         chunks = tuple(answers[position] for position in range(len(wanted)))
+        if not request.unasked:
+            self._count(request, chunks)
+        return Acquired(lease_id=lease_id, expires_ns=expires_ns, chunks=chunks, epoch=self._info.epoch)
+
+    def _count(self, request: Acquire, chunks: tuple[AcquiredChunk, ...]) -> None:
         counters = self._store.counters
         counters.hits_local += sum(chunk.outcome is ChunkOutcome.HIT_LOCAL for chunk in chunks)
         counters.hits_remote += sum(chunk.outcome is ChunkOutcome.HIT_REMOTE for chunk in chunks)
         counters.misses += sum(chunk.slot is None for chunk in chunks)
         self._store.accounts.asked(request, chunks)
-        return Acquired(lease_id=lease_id, expires_ns=expires_ns, chunks=chunks, epoch=self._info.epoch)
 
     def _local(self, lease_id: LeaseId, chunk: WantedChunk) -> AcquiredChunk:
         slot = self._store.ledger.lease_cached(lease_id, chunk.key, self._store.clock_ns())
@@ -220,6 +226,7 @@ class Requests:
             slot=self._store.reference(slot),
             meta=meta,
             source=self._info.node,
+            traceparent=slot.traceparent,
         )
 
     def _open_lease(self, holder: WorkerId, request_id: RequestId, expires_ns: int) -> LeaseId:

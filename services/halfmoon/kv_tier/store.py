@@ -6,16 +6,21 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
+import msgspec
+
 from halfmoon.eviction import PolicyName, make_policy
 from halfmoon.kv_tier.accounts import Accounts
 from halfmoon.kv_tier.events import Announcer
 from halfmoon.kv_tier.eviction import Evictor
+from halfmoon.kv_tier.flushes import FlushBook
 from halfmoon.kv_tier.ledger import Ledger
+from halfmoon.kv_tier.pins import Pins
 from halfmoon.kv_tier.quotas import Quotas
 from halfmoon.kv_tier.slots import Evicted, Slot
+from halfmoon.kv_tier.unasked import Unasked
 from halfmoon.pool.arena import Arena
 from halfmoon.schemas.chunks import ChunkMeta, EvictReason
-from halfmoon.schemas.ids import ChunkKey, LeaseId, TenantId
+from halfmoon.schemas.ids import ChunkKey, LeaseId, RequestId, TenantId
 from halfmoon.schemas.kv_tier import PoolStats, SlotRef, WrittenChunk
 from halfmoon.tracing import Context, Tracer, attributes, link_to, names
 
@@ -28,6 +33,8 @@ class Counters:
     hits_remote: int = 0
     misses: int = 0
     evictions: int = 0
+    trimmed: int = 0
+    """Of the evictions, chunks that enough other nodes held."""
     expired_leases: int = 0
     bytes_pulled: int = 0
     bytes_in_place: int = 0
@@ -45,6 +52,7 @@ class ChunkStore:
         clock_ns: Callable[[], int] = time.time_ns,
         eviction_policy: PolicyName = PolicyName.PREFIX_AWARE,
         quotas: Quotas | None = None,
+        max_pinned_share: float = 0.5,
     ) -> None:
         """Raises ValueError for quotas that an arena of this size can't keep."""
         self.arena = arena
@@ -63,8 +71,11 @@ class ChunkStore:
             self.ledger.book,
             arena.slot_bytes,
         )
+        self.pins = Pins(self.ledger.slots, int(max_pinned_share * arena.num_slots))
+        self.flushes = FlushBook()
         self.counters = Counters()
         self.accounts = Accounts(self.ledger.book)
+        self.unasked = Unasked()
         self.clock_ns = clock_ns
         self._announcer = announcer
         self._tracer = tracer
@@ -87,16 +98,31 @@ class ChunkStore:
     def commit(self, lease_id: LeaseId, chunks: Sequence[WrittenChunk], traceparent: str | None) -> int:
         """Make chunks readable and announce them; return how many were registered. Raises as `Ledger.commit`.
 
-        What is beyond its tenant's quota takes the place of that tenant's own chunks, or isn't registered.
+        What is beyond its tenant's quota takes the place of that tenant's own chunks, or isn't registered. What was
+        flushed meanwhile isn't either, and nobody finds it.
         """
+        lease = self.ledger.leases.get(lease_id)
+        stale = {chunk.slot for chunk in chunks if lease is not None and self.is_stale(chunk.meta, lease.request_id)}
+        chunks = [msgspec.structs.replace(each, register=False) if each.slot in stale else each for each in chunks]
         self._keep_quotas(chunks)
         registered = self.ledger.commit(lease_id, chunks, self.clock_ns())
         for chunk in chunks:
-            self.ledger.slots[chunk.slot].traceparent = traceparent
+            slot = self.ledger.slots[chunk.slot]
+            slot.traceparent = traceparent
+            if chunk.slot in stale and not slot.registered:
+                self.ledger.slots.withdraw(slot)
         if registered:
-            self.evictor.registered(registered, self.clock_ns())
-            self._announcer.registered(registered)
+            self._registered(registered)
         return len(registered)
+
+    def is_stale(self, meta: ChunkMeta, request_id: RequestId) -> bool:
+        """Whether a flush forbids that this chunk, which that request computes or brings here, be found."""
+        return self.flushes.is_stale(meta, request_id, self.meta_of)
+
+    def meta_of(self, key: ChunkKey) -> ChunkMeta | None:
+        """Of the chunk that readers find under this key."""
+        slot = self.ledger.slots.find(key)
+        return None if slot is None else slot.meta
 
     def inventory(self, after: ChunkKey | None, limit: int) -> list[ChunkKey]:
         """The `limit` smallest keys above `after` that are registered, ascending."""
@@ -121,12 +147,17 @@ class ChunkStore:
         self._announcer.registered(here)
         self._announcer.doubted(gone)
 
-    def withdraw(self, slot: Slot) -> None:
-        """Offer a damaged chunk to nobody any more. Its slot is freed when those who hold it let go."""
-        traceparent = slot.traceparent
-        gone = self.ledger.slots.withdraw(slot)
-        if gone is not None:
-            self._tell_gone([gone], [traceparent], EvictReason.CORRUPT)
+    def withdraw(self, slots: Iterable[Slot], reason: EvictReason) -> None:
+        """Offer these readable slots to nobody any more. Those that are held are freed when their holders let go."""
+        gone: list[Evicted] = []
+        traceparents: list[str | None] = []
+        for slot in slots:
+            traceparent = slot.traceparent
+            if (evicted := self.ledger.slots.withdraw(slot)) is not None:
+                gone.append(evicted)
+                traceparents.append(traceparent)
+        if gone:
+            self._tell_gone(gone, traceparents, reason)
 
     def expire(self) -> int:
         """Let go of expired leases; return how many there were."""
@@ -190,16 +221,29 @@ class ChunkStore:
 
     def _tell_gone(self, gone: Sequence[Evicted], traceparents: Sequence[str | None], reason: EvictReason) -> None:
         self.counters.evictions += len(gone)
+        surplus = frozenset(each.meta.key for each in gone if self.evictor.is_surplus(each.meta.key))
+        self.counters.trimmed += len(surplus)
         for each in gone:
             self.accounts.evicted(each.meta)
+            if each.successor is None:
+                self.unasked.gone(each.meta.key)
         self.evictor.gone(gone, self.clock_ns(), evicted=reason is EvictReason.CAPACITY)
         self._announcer.evicted([each.meta.key for each in gone], reason)
+        self.pins.went(each.meta.key for each in gone)
         if successors := [each.successor for each in gone if each.successor is not None]:
             self._announcer.registered(successors)
+            self.pins.came(meta.key for meta in successors)
         for each, traceparent in zip(gone, traceparents, strict=True):
-            self._trace_eviction(each.meta, traceparent, reason)
+            self._trace_eviction(each.meta, traceparent, reason, is_surplus=each.meta.key in surplus)
 
-    def _trace_eviction(self, meta: ChunkMeta, traceparent: str | None, reason: EvictReason) -> None:
+    def _registered(self, metas: Sequence[ChunkMeta]) -> None:
+        self.evictor.registered(metas, self.clock_ns())
+        self._announcer.registered(metas)
+        self.pins.came(meta.key for meta in metas)
+
+    def _trace_eviction(
+        self, meta: ChunkMeta, traceparent: str | None, reason: EvictReason, *, is_surplus: bool
+    ) -> None:
         now_ns = self.clock_ns()
         facts = attributes.ChunkFacts(
             request_id=meta.request_id,
@@ -214,6 +258,10 @@ class ChunkStore:
             now_ns,
             now_ns,
             parent=Context(),
-            attributes={**facts.attributes(), "halfmoon.evict.reason": reason.value},
+            attributes={
+                **facts.attributes(),
+                "halfmoon.evict.reason": reason.value,
+                "halfmoon.evict.is_surplus": is_surplus,
+            },
             links=link_to(traceparent),
         )
