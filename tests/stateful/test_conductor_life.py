@@ -9,7 +9,7 @@ import asyncio
 from collections.abc import Coroutine
 from typing import Any, TypeVar
 
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
@@ -202,6 +202,7 @@ class ConductorLife(RuleBasedStateMachine):
 
 ConductorLife.TestCase.settings = settings(
     max_examples=12,
+    phases=[Phase.explicit, Phase.reuse, Phase.generate],  # to shrink what waits in real time takes many minutes
     stateful_step_count=18,
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],

@@ -262,5 +262,5 @@ class LedgerMachine(RuleBasedStateMachine):
         self.highest.update(self.generations)
 
 
-LedgerMachine.TestCase.settings = settings(max_examples=150, stateful_step_count=60, deadline=None)
+LedgerMachine.TestCase.settings = settings(max_examples=100, stateful_step_count=50, deadline=None)
 TestLedger = LedgerMachine.TestCase
