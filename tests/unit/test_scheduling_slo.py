@@ -1,4 +1,4 @@
-"""Admission by SLO: what is judged, by which load, what a refusal says; and that prediction damps what `early` excites."""
+"""Admission by SLO: what is judged, by which load, what a refusal says; prediction damps what `early` excites."""
 
 import heapq
 from dataclasses import dataclass

@@ -74,8 +74,11 @@ class RequestSubmitted(Message, frozen=True, tag="request.submitted.v1"):
     tenant: TenantId = TenantId("default")
     """Whose cache to use. The gateway takes it from the API key; direct publishers are bounded by NATS permissions."""
     priority: int = 0
+    """Higher goes first: among the waiting requests of the same tenant and class, and in a worker's line."""
     deadline_ns: int | None = None
     """Unix nanoseconds; the header `halfmoon-deadline` where absent."""
+    service_class: str | None = None
+    """One of those that the conductors are set up with: `interactive` (where absent), `batch`, or others."""
 
     def __post_init__(self) -> None:
         given = [name for name in ("tokens", "prompt", "messages") if getattr(self, name) is not None]

@@ -67,6 +67,10 @@ class DecodeHalf(Message, frozen=True, tag="split.decode.v1"):
     """Prompt tokens from the cache, as that other worker found them: what the client is told in the end."""
     num_hot: int = 0
     """Leading chunks that this worker's engine is taken to hold: for estimates of its load. The engine knows better."""
+    service_class: str | None = None
+    """Of the request: every conductor counts what each class and tenant is served. None: `interactive`."""
+    begins_in_s: float | None = None
+    """When its first token is expected, from now: every conductor foresees the load of the decode workers."""
     attempt: int = 1
     """A half of a known transfer with a higher attempt names another prefill worker for it; nothing else changes."""
     priority: int = 0
@@ -135,6 +139,10 @@ class HalfEnded(Message, frozen=True, tag="half.ended.v1"):
     num_computed_tokens: int = 0
     num_generated_tokens: int = 0
     duration_s: float = 0.0
+    ttft_s: float | None = None
+    """Decode's: from its acceptance to its first token. None where there was none, or a completion went on."""
+    tbt_s: float | None = None
+    """Decode's: between tokens, on average. None where fewer than two came."""
 
 
 PrefillInbox = PrefillHalf | TransferDone | RequestCancel
