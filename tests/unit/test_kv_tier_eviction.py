@@ -12,7 +12,7 @@ from halfmoon.eviction import PolicyName
 from halfmoon.kv_tier.events import Announcer, Outbox
 from halfmoon.kv_tier.store import ChunkStore
 from halfmoon.pool.arena import Arena
-from halfmoon.schemas.chunks import ChunkEvent, ChunkMeta
+from halfmoon.schemas.chunks import ChunkEvent, ChunkMeta, EvictReason
 from halfmoon.schemas.ids import ChunkKey, LeaseId, NodeId, RequestId, WorkerId
 from halfmoon.schemas.kv_tier import WrittenChunk
 from halfmoon.tracing import noop_tracer
@@ -106,7 +106,7 @@ def test_the_policy_keeps_step_with_the_slots(pool: Pool) -> None:
         if random.random() < 0.1:
             readable = list(pool.store.ledger.slots.registered())
             if readable:
-                pool.store.withdraw(random.choice(readable))
+                pool.store.withdraw([random.choice(readable)], EvictReason.CORRUPT)
         pool.check()
     assert pool.store.counters.evictions > 50
 

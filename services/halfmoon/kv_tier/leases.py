@@ -80,6 +80,10 @@ class LeaseBook:
             heapq.heappop(self._expiries)
         return None
 
+    def request_ids(self) -> frozenset[RequestId]:
+        """Of all that hold leases."""
+        return frozenset(lease.request_id for lease in self._leases.values())
+
     def holdings(self) -> dict[int, list[int]]:
         """For each held slot, the generations held: one per lease."""
         held: dict[int, list[int]] = {}

@@ -10,7 +10,6 @@ from halfmoon.machine import Machine
 from halfmoon.schemas.chunks import ChunkMeta
 from halfmoon.schemas.ids import ChunkKey
 
-
 _READABLE = frozenset({SlotState.READY, SlotState.LEASED, SlotState.PINNED})
 
 
@@ -42,6 +41,10 @@ class Slot:
     @property
     def state(self) -> SlotState:
         return self.machine.state
+
+    @property
+    def is_pinned(self) -> bool:
+        return self.state is SlotState.PINNED
 
     @property
     def readable(self) -> bool:
@@ -125,6 +128,10 @@ class SlotTable:
         """Those that eviction may take, the longest unused first."""
         return (self._slots[number] for number in self._ready)
 
+    def readable(self) -> Iterator[Slot]:
+        """All that hold a chunk, whether it can be found or only those who hold it know of it."""
+        return (slot for slot in self._slots if slot.readable)
+
     def registered(self) -> Iterator[Slot]:
         """The registered chunks."""
         return (slot for number in self._index.values() if (slot := self._slots[number]).registered)
@@ -169,8 +176,17 @@ class SlotTable:
             self._index[meta.key] = slot.number
         return slot.registered
 
-    def lease(self, slot: Slot, now_ns: int) -> None:
-        """One more reader."""
+    def register(self, slot: Slot) -> bool:
+        """Keep a working copy, which is the one that its key finds; False where its tenant's quota has no room for it.
+
+        Raises ValueError for any other slot.
+        """
+        if slot.meta is None or slot.registered or self.find(slot.meta.key) is not slot:
+            raise ValueError(f"slot {slot.number} holds no working copy that could be registered")
+        return self._register(slot, slot.meta)
+
+    def lease(self, slot: Slot, now_ns: int, *, is_use: bool = True) -> None:
+        """One more reader; or, where that is no use of the chunk, one who looks after it."""
         was_ready = slot.state is SlotState.READY
         slot.machine.fire(SlotEvent.LEASE)
         if was_ready:
@@ -179,8 +195,9 @@ class SlotTable:
         if slot.num_leases == 0:
             self._announce_readable(slot, slot.num_bytes)
         slot.num_leases += 1
-        slot.hits += 1
-        slot.last_access_ns = now_ns
+        if is_use:
+            slot.hits += 1
+            slot.last_access_ns = now_ns
 
     def release(self, slot: Slot, now_ns: int) -> None:
         """One lease fewer. A staged slot, and an unregistered one with its last lease, becomes free."""

@@ -18,7 +18,7 @@ class SlotState(Enum):
     LEASED = "leased"
     """Readable, and held by at least one lease."""
     PINNED = "pinned"
-    """Readable, and kept until it is unpinned, whether or not leases hold it too: such a slot is in this count alone."""
+    """Readable, and kept until it is unpinned. Leases may hold it too; it is counted here alone."""
 
 
 class SlotEvent(Enum):
