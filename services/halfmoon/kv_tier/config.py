@@ -93,6 +93,30 @@ class KvTierConfig(CommonConfig, frozen=True, kw_only=True, forbid_unknown_field
         ),
     ] = True
     transfer_chunks: Annotated[int, Meta(description="Chunks per batch at most.", ge=1, le=1024)] = 8
+    copy_batch_bytes: Annotated[
+        int,
+        Meta(
+            description="Bytes, at most, that are on their way here at once without a request for them: "
+            "replicas and prefetched chunks.",
+            ge=1,
+        ),
+    ] = 64 << 20
+    copy_share: Annotated[
+        float,
+        Meta(
+            description="Share of the arena, at most, for chunks that came without a request and aren't used yet. "
+            "0: none are taken.",
+            ge=0,
+            le=1,
+        ),
+    ] = 0.1
+    trim_every_s: Annotated[
+        float, Meta(description="How often a pool under pressure asks which of its chunks others hold too.", gt=0)
+    ] = 1.0
+    trim_free_share: Annotated[
+        float,
+        Meta(description="Pressure: a smaller share of the slots is free. 0: no copies are trimmed first.", ge=0, le=1),
+    ] = 0.05
 
     def __post_init__(self) -> None:
         check_quotas(self.tenants, Tier.DRAM, self.arena_bytes)

@@ -6,6 +6,9 @@ from collections.abc import Callable, Iterable, Mapping
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from halfmoon.kv_tier.copies import Copier
+from halfmoon.kv_tier.store import ChunkStore
+from halfmoon.schemas.copies import Cause
 from halfmoon.schemas.ids import NodeId
 from halfmoon.schemas.kv_tier import PoolStats
 from halfmoon.transport.health import PathHealth
@@ -60,6 +63,48 @@ class PoolCollector(Collector):
                 "halfmoon_kvtier_in_place_bytes", "Bytes read at other nodes without a copy.", stats.bytes_in_place
             ),
             CounterMetricFamily("halfmoon_kvtier_served_bytes", "Bytes sent to others over tcp.", stats.bytes_served),
+        ]
+
+
+class CopiesCollector(Collector):
+    """Exports what became of chunks that came without a request, and of those that others held too."""
+
+    def __init__(self, store: ChunkStore, copier: Copier) -> None:
+        self._store = store
+        self._copier = copier
+
+    def collect(self) -> Iterable[Metric]:
+        unasked, copier = self._store.unasked, self._copier
+        prefix = "halfmoon_kvtier_copied_chunks"
+        copied = CounterMetricFamily(prefix, "Chunks that came without a request, by cause.", labels=["cause"])
+        fates = CounterMetricFamily(
+            f"{prefix}_ended",
+            "Of these, used by a request before they went (hit), or gone unused (waste).",
+            labels=["cause", "fate"],
+        )
+        waiting = GaugeMetricFamily(f"{prefix}_waiting", "Of these, here and not used yet.", labels=["cause"])
+        for cause in Cause:
+            copied.add_metric([cause.value], unasked.brought[cause])
+            fates.add_metric([cause.value, "hit"], unasked.hits[cause])
+            fates.add_metric([cause.value, "waste"], unasked.waste[cause])
+            waiting.add_metric([cause.value], unasked.num_waiting(cause))
+        left_out = CounterMetricFamily(
+            "halfmoon_kvtier_copies_left_out", "Copies that were ordered and not made, by reason.", labels=["reason"]
+        )
+        left_out.add_metric(["given_up"], copier.num_given_up)
+        left_out.add_metric(["failed"], copier.num_failed)
+        return [
+            copied,
+            fates,
+            waiting,
+            left_out,
+            GaugeMetricFamily("halfmoon_kvtier_copies_queued", "Copies in line to be made.", copier.num_queued),
+            GaugeMetricFamily(
+                "halfmoon_kvtier_surplus_chunks",
+                "Chunks that go first, since enough other nodes hold them.",
+                self._store.evictor.num_surplus,
+            ),
+            CounterMetricFamily("halfmoon_kvtier_trimmed", "Evictions of such chunks.", self._store.counters.trimmed),
         ]
 
 

@@ -12,9 +12,10 @@ from halfmoon.bus.errors import BusError
 from halfmoon.bus.protocol import ServiceRecord
 from halfmoon.bus.streams import CHUNKS
 from halfmoon.kv_tier.config import KvTierConfig
+from halfmoon.kv_tier.copies import Copier
 from halfmoon.kv_tier.events import Announcer, Outbox
 from halfmoon.kv_tier.memory import make_arena, slot_bytes_of
-from halfmoon.kv_tier.metrics import PathCollector, PoolCollector
+from halfmoon.kv_tier.metrics import CopiesCollector, PathCollector, PoolCollector
 from halfmoon.kv_tier.peers import BusPeers
 from halfmoon.kv_tier.probe import Prober
 from halfmoon.kv_tier.pull import Puller
@@ -22,9 +23,11 @@ from halfmoon.kv_tier.rdma import open_rdma
 from halfmoon.kv_tier.requests import Requests
 from halfmoon.kv_tier.store import ChunkStore
 from halfmoon.kv_tier.transports import advertised, authorizer, make_transports, serve_tcp
+from halfmoon.kv_tier.trim import Trimmer
 from halfmoon.lifecycle import VERSION, Runtime, StartupError
 from halfmoon.schemas import subjects
 from halfmoon.schemas.chunks import ChunkEvent, ChunkRegistered, NodeCleared
+from halfmoon.schemas.copies import Replicate
 from halfmoon.schemas.ids import NodeId
 from halfmoon.schemas.kv_tier import (
     Acquire,
@@ -44,6 +47,7 @@ from halfmoon.schemas.probes import Probe
 from halfmoon.schemas.rdma import RdmaConnect, RdmaDisconnect, RdmaGrant, RdmaHello
 from halfmoon.schemas.wire import Message
 from halfmoon.tasks import ended
+from halfmoon.tracing import Tracer
 from halfmoon.transport.choice import Paths
 from halfmoon.transport.rdma.server import RdmaServer
 from halfmoon.transport.tcp_server import TcpServer
@@ -155,6 +159,7 @@ class KvTier:
             memory_dir=str(self._config.shm_dir),
         )
         await self._serve_bus(requests, prober)
+        await self._open_copies(store, puller, tracer)
         if rdma.server is not None:
             await self._serve_rdma(rdma.server)
         self._state = MemberState.SERVING
@@ -171,7 +176,7 @@ class KvTier:
         """Lease nothing new; what is being pulled is finished. Commits and releases are still heard."""
         self._state = MemberState.DRAINING
         async with asyncio.TaskGroup() as group:
-            for verb in ("acquire", "reserve"):
+            for verb in ("acquire", "reserve", "replicate"):
                 if verb in self._endpoints:
                     group.create_task(self._endpoints[verb].drain())
 
@@ -230,6 +235,27 @@ class KvTier:
         )
         self._undo.push_async_callback(puller.close)
         return puller
+
+    async def _open_copies(self, store: ChunkStore, puller: Puller, tracer: Tracer) -> None:
+        """Chunks that come without a request, and those that go first because others hold them."""
+        config = self._config
+        copier = Copier(
+            store,
+            puller,
+            tracer,
+            self._log,
+            node=self._node,
+            holder=self._runtime.worker_id,
+            batch_bytes=config.copy_batch_bytes,
+            max_share=config.copy_share,
+        )
+        trimmer = Trimmer(store, self._runtime.bus, self._log, node=self._node, free_share=config.trim_free_share)
+        self._undo.push_async_callback(trimmer.close)
+        await trimmer.open()
+        self._own(copier.run(), "copies")
+        self._own(trimmer.run(config.trim_every_s), "trim")
+        self._runtime.metrics.registry.register(CopiesCollector(store, copier))
+        await self._serve("replicate", Replicate, copier.replicate)
 
     async def _serve_bus(self, requests: Requests, prober: Prober) -> None:
         record = self._record = await self._runtime.bus.add_service(

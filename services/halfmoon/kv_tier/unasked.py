@@ -20,8 +20,9 @@ class Unasked:
         """Chunks in the pool that nobody has used since they were brought."""
         return len(self._waiting)
 
-    def waiting(self) -> Counter[Cause]:
-        return Counter(self._waiting.values())
+    def num_waiting(self, cause: Cause) -> int:
+        """The same of one cause."""
+        return self.brought[cause] - self.hits[cause] - self.waste[cause]
 
     def bring(self, key: ChunkKey, cause: Cause) -> None:
         """It is in the pool from now on."""

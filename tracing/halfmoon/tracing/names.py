@@ -38,6 +38,8 @@ KVTIER_ACQUIRE: Final = "kvtier.acquire"
 KVTIER_TRANSFER: Final = "kvtier.transfer"
 KVTIER_EVICT: Final = "kvtier.evict"
 """Later life: in a trace of its own, with a link to the request that made the chunk."""
+KVTIER_REPLICATE: Final = "kvtier.replicate"
+"""The same, of a batch of chunks: each `kvtier.transfer` in it has the link."""
 
 EVENT_FIRST_TOKEN: Final = "first_token"
 """On `gateway.request`, at the moment when the first token left for the client. TTFT ends here."""
