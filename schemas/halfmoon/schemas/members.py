@@ -6,6 +6,7 @@ import msgspec
 
 from halfmoon.schemas.ids import NodeId, RequestId, WorkerId
 from halfmoon.schemas.kv_tier import PoolStats
+from halfmoon.schemas.measurements import DecodeSample, PrefillSample, PullSample
 from halfmoon.schemas.model import ModelCard
 from halfmoon.schemas.splits import Role
 from halfmoon.schemas.wire import Message
@@ -55,6 +56,13 @@ class WorkerHeartbeat(Message, frozen=True, tag="heartbeat.worker.v1"):
     decode_step_s: float | None = None
     requests: tuple[RequestProgress, ...] = ()
     pid: int = 0
+    queued_pairs: float = 0.0
+    """`queued_tokens`, as pairs of a token to compute and one that it attends to: what grows with a prompt's square."""
+    context_tokens: int = 0
+    """Of all requests that it decodes, in sum: prompts, and completions so far."""
+    prefills: tuple[PrefillSample, ...] = ()
+    """Measured since the last heartbeat; so are `decodes`."""
+    decodes: tuple[DecodeSample, ...] = ()
     orders_seq: int = 0
     """The last flush that the engine's own prefix cache has heard of."""
 
@@ -73,6 +81,10 @@ class NodeHeartbeat(Message, frozen=True, tag="heartbeat.node.v1"):
     queued_transfers: int = 0
     labels: dict[str, str] = msgspec.field(default_factory=dict)
     pid: int = 0
+    receiving: dict[NodeId, int] = msgspec.field(default_factory=dict)
+    """Bytes on their way here, by the node that they come from."""
+    pulls: tuple[PullSample, ...] = ()
+    """Measured since the last heartbeat."""
     orders_seq: int = 0
     """The last of the registry's standing orders that is carried out here."""
 

@@ -54,5 +54,3 @@ class Cluster:
     """Where nodes are: zone, rack, switch, nic. Only of those that were labelled."""
     transfers: Mapping[NodeId, int] = field(default_factory=dict)
     """Pulls that each node's pool has under way or waiting, as it last said."""
-    moving: Mapping[NodeId, int] = field(default_factory=dict)
-    """Bytes that each node is receiving or sending now, the larger of both, as the receivers last said."""

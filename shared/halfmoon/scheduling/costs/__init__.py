@@ -1,0 +1,1 @@
+"""How long things take here, learned from what the workers and pools measure."""
