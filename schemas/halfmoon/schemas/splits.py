@@ -10,7 +10,7 @@ from enum import StrEnum
 from halfmoon.schemas.chunks import ChunkOutcome
 from halfmoon.schemas.ids import ChunkKey, ModelName, RequestId, TenantId, TransferId, WorkerId
 from halfmoon.schemas.kv_tier import ChunkSource
-from halfmoon.schemas.requests import Encoding, RequestCancel, Sampling
+from halfmoon.schemas.requests import Encoding, RequestCancel, Sampling, Usage
 from halfmoon.schemas.wire import Error, Message
 
 
@@ -143,6 +143,8 @@ class HalfEnded(Message, frozen=True, tag="half.ended.v1"):
     """Decode's: from its acceptance to its first token. None where there was none, or a completion went on."""
     tbt_s: float | None = None
     """Decode's: between tokens, on average. None where fewer than two came."""
+    usage: Usage | None = None
+    """Decode's: of the whole request so far, what other decode workers generated of it included."""
 
 
 PrefillInbox = PrefillHalf | TransferDone | RequestCancel

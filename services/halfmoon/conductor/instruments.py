@@ -3,8 +3,10 @@
 from collections.abc import Mapping
 
 from halfmoon.conductor.state import RequestState
-from halfmoon.schemas.ids import WorkerId
+from halfmoon.schemas.ids import ModelName, TenantId, WorkerId
+from halfmoon.schemas.requests import Usage
 from halfmoon.tracing.metrics import Metrics
+from halfmoon.tracing.tenants import TenantCollector, TenantCounts
 
 
 class Instruments:
@@ -14,6 +16,17 @@ class Instruments:
         self._requests = metrics.counter("conductor_requests", "Requests by how they left this conductor.", ["outcome"])
         self._refusals = metrics.counter(
             "conductor_refusals", "Requests that this conductor ended, by error.", ["code"]
+        )
+        self._rejections = metrics.counter(
+            "conductor_rejections",
+            "Requests not admitted, by reason (ttft, tbt, full, deadline) and class of service.",
+            ["reason", "service_class"],
+        )
+        self._waits = metrics.histogram(
+            "conductor_wait", "Time that requests waited for a worker with room; of those that did.", ["service_class"]
+        )
+        self._waiting = metrics.gauge(
+            "conductor_waiting", "Requests that wait for a worker with room.", ["service_class", "tenant"]
         )
         self.undecodable = metrics.counter("conductor_undecodable", "Messages that were no request.")
         self.no_reply = metrics.counter("conductor_no_reply", "Requests without a subject to reply to.")
@@ -35,11 +48,36 @@ class Instruments:
         )
         self.prompt_chunks = metrics.counter("conductor_prompt_chunks", "Whole chunks of all prompts placed.")
 
+        self._tenant_tokens = TenantCounts()
+        metrics.registry.register(
+            TenantCollector(
+                "conductor_tenant_tokens",
+                "Tokens of requests that a decode worker has ended, whether finished, cancelled or failed midway.",
+                self._tenant_tokens,
+                {"prompt": "prompt", "cached": "cached", "completion": "completion"},
+            )
+        )
+
+    def used(self, tenant: TenantId, model: ModelName, usage: Usage) -> None:
+        """What one request took, for its tenant's account."""
+        amounts = {
+            "prompt": usage.prompt_tokens,
+            "cached": usage.cached_tokens,
+            "completion": usage.completion_tokens,
+        }
+        self._tenant_tokens.add(tenant, model, amounts)
+
     def left(self, state: RequestState) -> None:
         self._requests.labels(state.value).inc()
 
     def refused(self, code: str) -> None:
         self._refusals.labels(code).inc()
+
+    def rejected(self, reason: str, service_class: str) -> None:
+        self._rejections.labels(reason, service_class).inc()
+
+    def waited(self, service_class: str, seconds: float) -> None:
+        self._waits.labels(service_class).observe(seconds)
 
     def moved(self, half: str) -> None:
         self._moves.labels(half).inc()

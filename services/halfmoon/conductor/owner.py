@@ -209,6 +209,9 @@ class Owner:
                 case Finish(is_heard):
                     if not is_heard:
                         self._parts.log.warning("a request ended unheard", request_id=request.request_id)
+                    if request.decode_end is not None and request.decode_end.usage is not None:
+                        submission = request.submission
+                        self._parts.instruments.used(submission.body.tenant, submission.model, request.decode_end.usage)
                     await self._leave(request, RequestEvent.FINISH)
                     return
                 case Resume():

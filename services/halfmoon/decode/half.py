@@ -266,11 +266,14 @@ class DecodeRun:
             seq=completion.num_tokens,
             text=completion.rest(),
             finish_reason=completion.finish_reason,
-            usage=Usage(
-                prompt_tokens=len(self.half.tokens),
-                completion_tokens=completion.num_tokens,
-                cached_tokens=self._reported_cached_tokens(),
-            ),
+            usage=self._usage(),
+        )
+
+    def _usage(self) -> Usage:
+        return Usage(
+            prompt_tokens=len(self.half.tokens),
+            completion_tokens=self._completion.num_tokens,
+            cached_tokens=self._reported_cached_tokens(),
         )
 
     def _reported_cached_tokens(self) -> int:
@@ -317,6 +320,7 @@ class DecodeRun:
             num_computed_tokens=self._num_computed_tokens,
             num_generated_tokens=self._completion.num_tokens - len(self.half.known),
             duration_s=(time.time_ns() - self._accepted_ns) / 1e9,
+            usage=self._usage(),
         )
         try:
             await endpoint.announce(self._parts.bus, subjects.ended(self.half.conductor), message)
