@@ -17,8 +17,9 @@ from halfmoon.kv_tier.config import KvTierConfig
 from halfmoon.kv_tier.service import KvTier
 from halfmoon.lifecycle.runtime import Runtime
 from halfmoon.pool import PoolClient
+from halfmoon.pool.client import DEFAULT_TENANT
 from halfmoon.schemas.chunks import ChunkMeta
-from halfmoon.schemas.ids import ChunkKey, LeaseId, NodeId, RequestId, WorkerId
+from halfmoon.schemas.ids import ChunkKey, LeaseId, NodeId, RequestId, TenantId, WorkerId
 from halfmoon.schemas.kv_tier import ChunkSource, NewChunk, WantedChunk, WrittenChunk
 from halfmoon.tracing import setup
 from halfmoon.tracing.metrics import Metrics
@@ -66,13 +67,19 @@ def wanted_of(*names: str, sources: Sequence[ChunkSource] = ()) -> list[WantedCh
     ]
 
 
-async def write_chunks(client: PoolClient, *names: str, register: bool = True, lease_s: float = 10.0) -> LeaseId:
+async def write_chunks(
+    client: PoolClient,
+    *names: str,
+    register: bool = True,
+    lease_s: float = 10.0,
+    tenant: TenantId = DEFAULT_TENANT,
+) -> LeaseId:
     """Reserve, fill and commit a chunk per name; the lease is still open."""
     new = [
         NewChunk(key=key_of(name), index=index, num_tokens=4, num_bytes=CHUNK_BYTES, register=register)
         for index, name in enumerate(names)
     ]
-    reserved = await client.reserve(REQUEST, new, lease_s=lease_s)
+    reserved = await client.reserve(REQUEST, new, lease_s=lease_s, tenant=tenant)
     written = []
     for name, chunk in zip(names, reserved.chunks, strict=True):
         assert chunk.slot is not None
@@ -86,6 +93,7 @@ async def write_chunks(client: PoolClient, *names: str, register: bool = True, l
             checksum=checksum(payload),
             request_id=REQUEST,
             created_ns=time.time_ns(),
+            tenant=tenant,
         )
         written.append(
             WrittenChunk(slot=chunk.slot.slot, generation=chunk.slot.generation, meta=meta, register=register)
