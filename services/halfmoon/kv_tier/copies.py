@@ -30,7 +30,6 @@ from halfmoon.tracing import Context, Tracer, attributes, current, link_to, name
 MAX_QUEUED = 4096
 """Chunks in line."""
 MAX_ORDER = 1024
-GIVE_UP_S = 10.0
 _LOOK_S = 0.02
 _BATCH_S = 10.0
 """A batch that takes longer is given up."""
@@ -59,7 +58,7 @@ class Copier:
         holder: WorkerId,
         batch_bytes: int,
         max_share: float,
-        give_up_s: float = GIVE_UP_S,
+        give_up_s: float,
     ) -> None:
         """`batch_bytes` are on their way at once, one chunk at the least. `max_share`: of the slots, for what was
         brought and nobody has used."""

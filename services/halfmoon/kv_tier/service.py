@@ -248,6 +248,7 @@ class KvTier:
             holder=self._runtime.worker_id,
             batch_bytes=config.copy_batch_bytes,
             max_share=config.copy_share,
+            give_up_s=config.copy_give_up_s,
         )
         trimmer = Trimmer(store, self._runtime.bus, self._log, node=self._node, free_share=config.trim_free_share)
         self._undo.push_async_callback(trimmer.close)
