@@ -8,7 +8,7 @@ import httpx
 import pytest
 
 from halfmoon.pool import PoolClient
-from halfmoon.schemas.ids import LeaseId, NodeId, TenantId, WorkerId
+from halfmoon.schemas.ids import NodeId, TenantId, WorkerId
 from halfmoon.schemas.kv_tier import TenantUse
 from support.buses import BusMaker
 from support.kv_tier_process import KvTierProcess
@@ -110,7 +110,7 @@ async def test_a_tenant_fills_its_reserve_though_another_was_there_first(start: 
     await client.wait_ready(20)
     await client.release(await write_chunks(client, *(f"noisy {n}" for n in range(12)), tenant=NOISY))
     for number in range(8):
-        leases: list[LeaseId] = await asyncio.gather(
+        leases = await asyncio.gather(
             write_chunks(client, f"quiet {number}", tenant=QUIET), write_chunks(client, f"loud {number}", tenant=NOISY)
         )
         await client.release(*leases)
