@@ -25,6 +25,7 @@ from halfmoon.decode.state import HALF_TABLE, HalfEvent, HalfState, KvProgress
 from halfmoon.engine.contract import DecodeSpec, EngineError, SequenceSpec
 from halfmoon.machine import Machine
 from halfmoon.pool.client import PoolClient
+from halfmoon.scheduling.estimates import token_pairs
 from halfmoon.schemas import subjects
 from halfmoon.schemas.ids import WorkerId
 from halfmoon.schemas.members import RequestProgress
@@ -37,6 +38,7 @@ from halfmoon.tracing.names import DECODE_GENERATE, DECODE_QUEUE, DECODE_REQUEST
 from halfmoon.worker.jobs import Job
 from halfmoon.worker.leases import LeaseSet
 from halfmoon.worker.line import Places
+from halfmoon.worker.meters import DecodeMeter, PrefillMeter
 from halfmoon.worker.peers import PeerWatch
 from halfmoon.worker.sequences import EngineCrashed, OpenSequence, Sequences
 
@@ -55,6 +57,8 @@ class Parts:
     peers: PeerWatch
     puller: ChunkPuller
     colocated: Colocated
+    prefill_meter: PrefillMeter
+    decode_meter: DecodeMeter
     tracer: Tracer
     metrics: DecodeMetrics
     log: structlog.stdlib.BoundLogger
@@ -95,6 +99,9 @@ class DecodeRun:
         self._num_loaded_tokens = 0
         self._num_computed_tokens = 0
         self._cached_tokens = 0
+        self._first_token_ns: int | None = None
+        self._last_token_ns: int | None = None
+        self._num_gaps = 0
 
     @property
     def state(self) -> HalfState:
@@ -107,6 +114,17 @@ class DecodeRun:
             num_hot = self.half.num_hot * self._parts.sequences.card.chunk_tokens if self._is_before_tokens() else 0
             return len(self.half.tokens) - max(self._num_loaded_tokens, num_hot)
         return 0
+
+    @property
+    def num_left_pairs(self) -> float:
+        """The same as token pairs."""
+        return token_pairs(len(self.half.tokens), len(self.half.tokens) - self.num_left_tokens)
+
+    @property
+    def context_tokens(self) -> int:
+        """Tokens that each step looks at, while it generates."""
+        is_generating = self._first_token_ns is not None
+        return len(self.half.tokens) + self._completion.num_tokens if is_generating else 0
 
     def progress(self) -> RequestProgress:
         """Tokens that have gone out since the last call: what another worker may take for known."""
@@ -201,7 +219,11 @@ class DecodeRun:
         """As much of the prompt's KV as can be had, into the sequence."""
         parts, half = self._parts, self.half
         if half.prefill_worker is None and parts.config.role is Role.COLOCATED:
+            began_s = time.monotonic()
             made = await parts.colocated.compute(half, self._chunks, sequence, leases)
+            parts.prefill_meter.computed(
+                began_s, time.monotonic(), num_tokens=made.num_tokens, num_computed=made.num_new
+            )
             self._num_loaded_tokens, self._cached_tokens = made.num_tokens, made.num_tokens - made.num_new
             self._num_computed_tokens = made.num_new
             self._machine.fire(HalfEvent.COMPLETE if made.error is None else HalfEvent.GIVE_UP)
@@ -239,6 +261,7 @@ class DecodeRun:
                         self._machine.fire(HalfEvent.FIRST_TOKEN)
                     now_s = time.monotonic()
                     parts.metrics.token_s.observe(now_s - last_s)
+                    self._timed(now_s - last_s)
                     last_s = now_s
                     await outbox.put(completion.push(sampled))
                     if completion.finish_reason is not None:
@@ -249,6 +272,26 @@ class DecodeRun:
             span.set_attribute(attributes.GEN_AI_USAGE_OUTPUT_TOKENS, completion.num_tokens)
             span.set_attribute(attributes.GEN_AI_USAGE_CACHE_READ_INPUT_TOKENS, self._reported_cached_tokens())
             span.set_attribute(attributes.GEN_AI_RESPONSE_FINISH_REASONS, [completion.finish_reason.value])
+
+    def _timed(self, gap_s: float) -> None:
+        """A token came, so long after the one before it; or after the engine was asked for the first."""
+        self._last_token_ns = time.time_ns()
+        if self._first_token_ns is None:
+            self._first_token_ns = self._last_token_ns
+            return
+        self._num_gaps += 1
+        self._parts.decode_meter.gap(gap_s)
+
+    def _mean_gap_s(self) -> float | None:
+        if not self._num_gaps or self._first_token_ns is None or self._last_token_ns is None:
+            return None
+        return (self._last_token_ns - self._first_token_ns) / 1e9 / self._num_gaps
+
+    def _ttft_s(self) -> float | None:
+        """None where another worker had begun: the first token here wasn't the request's."""
+        if self._first_token_ns is None or self.half.known:
+            return None
+        return (self._first_token_ns - self._accepted_ns) / 1e9
 
     def _decode_spec(self) -> DecodeSpec:
         return DecodeSpec(
@@ -320,6 +363,8 @@ class DecodeRun:
             num_computed_tokens=self._num_computed_tokens,
             num_generated_tokens=self._completion.num_tokens - len(self.half.known),
             duration_s=(time.time_ns() - self._accepted_ns) / 1e9,
+            ttft_s=self._ttft_s(),
+            tbt_s=self._mean_gap_s(),
             usage=self._usage(),
         )
         try:

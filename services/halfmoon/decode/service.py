@@ -39,6 +39,7 @@ from halfmoon.worker.chunk_records import ChunkRecorder
 from halfmoon.worker.engine import build_engine
 from halfmoon.worker.jobs import Jobs
 from halfmoon.worker.line import Places
+from halfmoon.worker.meters import DecodeMeter, PrefillMeter
 from halfmoon.worker.peers import PeerWatch
 from halfmoon.worker.prompt import PromptComputer
 from halfmoon.worker.recent import RecentTransfers
@@ -62,6 +63,8 @@ class Decode:
         self._runs: dict[TransferId, DecodeRun] = {}
         self._recent = RecentTransfers()
         self._jobs: Jobs[TransferId] = Jobs(self._on_bug)
+        self._prefill_meter = PrefillMeter()
+        self._decode_meter = DecodeMeter(time.monotonic())
         self._parts: Parts | None = None
         self._endpoints: list[Endpoint] = []
         self._record: ServiceRecord | None = None
@@ -108,6 +111,7 @@ class Decode:
 
     def heartbeat(self) -> WorkerHeartbeat:
         runs = list(self._runs.values())
+        context_tokens = sum(run.context_tokens for run in runs)
         num_waiting = sum(run.state is HalfState.QUEUED for run in runs)
         self._metrics.running.set(len(runs))
         self._metrics.early.set(len(self._early))
@@ -117,6 +121,10 @@ class Decode:
             num_waiting=num_waiting,
             queued_tokens=sum(run.num_left_tokens for run in runs),
             requests=[run.progress() for run in runs],
+            queued_pairs=sum(run.num_left_pairs for run in runs),
+            context_tokens=context_tokens,
+            prefills=self._prefill_meter.take(),
+            decodes=self._decode_meter.take(time.monotonic(), context_tokens),
         )
 
     async def _on_message(self, message: DecodeInbox, envelope: Envelope) -> HalfAccepted | None:
@@ -224,6 +232,8 @@ class Decode:
             peers=self._peers,
             puller=ChunkPuller(recorder),
             colocated=Colocated(runtime.bus, PromptComputer(tracer, recorder, runtime.log), runtime.log),
+            prefill_meter=self._prefill_meter,
+            decode_meter=self._decode_meter,
             tracer=tracer,
             metrics=self._metrics,
             log=runtime.log,

@@ -20,6 +20,7 @@ from halfmoon.prefill.config import Announce, PrefillConfig
 from halfmoon.prefill.metrics import PrefillMetrics
 from halfmoon.prefill.policy import hold_until_ns, is_gone
 from halfmoon.prefill.state import HALF_TABLE, HalfEvent, HalfState
+from halfmoon.scheduling.estimates import token_pairs
 from halfmoon.schemas import subjects
 from halfmoon.schemas.chunks import ChunkOutcome
 from halfmoon.schemas.ids import WorkerId
@@ -32,6 +33,7 @@ from halfmoon.tracing.names import PREFILL_QUEUE, PREFILL_REQUEST
 from halfmoon.worker.jobs import Job
 from halfmoon.worker.leases import LeaseSet
 from halfmoon.worker.line import Places
+from halfmoon.worker.meters import PrefillMeter
 from halfmoon.worker.peers import PeerWatch, Watched
 from halfmoon.worker.prompt import PromptComputer, PromptJob
 from halfmoon.worker.sequences import EngineCrashed, Sequences
@@ -52,6 +54,7 @@ class Parts:
     places: Places
     peers: PeerWatch
     computer: PromptComputer
+    meter: PrefillMeter
     tracer: Tracer
     metrics: PrefillMetrics
     log: structlog.stdlib.BoundLogger
@@ -66,6 +69,7 @@ class PrefillRun:
         self.half = half
         self.job = Job()
         self._chunks = chunks
+        self._num_tokens = sum(chunk.num_tokens for chunk in chunks)
         self._context = context
         self._deadline_ns = deadline_ns
         self._parts = parts
@@ -85,13 +89,22 @@ class PrefillRun:
     @property
     def num_left_tokens(self) -> int:
         """Prompt tokens that wait to be computed."""
+        return self._num_tokens - self._num_done
+
+    @property
+    def num_left_pairs(self) -> float:
+        """The same as token pairs."""
+        return token_pairs(self._num_tokens, self._num_done)
+
+    @property
+    def _num_done(self) -> int:
+        """Tokens from the first on that don't wait to be computed here, as far as is known."""
         if self.state is HalfState.QUEUED:
             num_reusable = max(len(self.half.reuse), self.half.num_hot)
-            reusable = sum(chunk.num_tokens for chunk in self._chunks[:num_reusable])
-            return sum(chunk.num_tokens for chunk in self._chunks) - reusable
+            return sum(chunk.num_tokens for chunk in self._chunks[:num_reusable])
         if self.state in (HalfState.ACQUIRING, HalfState.COMPUTING):
-            return sum(chunk.num_tokens for chunk in self._chunks) - self._num_reused - self._num_computed
-        return 0
+            return self._num_reused + self._num_computed
+        return self._num_tokens
 
     def progress(self) -> RequestProgress:
         return RequestProgress(request_id=self.half.request_id, num_tokens=self._num_reused + self._num_computed)
@@ -214,7 +227,12 @@ class PrefillRun:
             root=half.root,
         )
         async with parts.sequences.sequence(spec, priority=half.priority) as sequence:
-            computed = await parts.computer.compute(job, hits, sequence, leases, self._on_computed)
+            began_s = time.monotonic()
+            try:
+                computed = await parts.computer.compute(job, hits, sequence, leases, self._on_computed)
+            finally:
+                num_tokens = self._num_reused + self._num_computed
+                parts.meter.computed(began_s, time.monotonic(), num_tokens=num_tokens, num_computed=self._num_computed)
         return computed.error
 
     async def _on_computed(self, chunks: Sequence[ReadyChunk]) -> None:

@@ -26,6 +26,7 @@ from halfmoon.worker.chunk_records import ChunkRecorder
 from halfmoon.worker.engine import build_engine
 from halfmoon.worker.jobs import Jobs
 from halfmoon.worker.line import Places
+from halfmoon.worker.meters import PrefillMeter
 from halfmoon.worker.peers import PeerWatch
 from halfmoon.worker.prompt import PromptComputer
 from halfmoon.worker.recent import RecentTransfers
@@ -57,6 +58,7 @@ class Prefill:
             places=Places(config.max_requests),
             peers=self._peers,
             computer=PromptComputer(runtime.telemetry.tracer, recorder, runtime.log),
+            meter=PrefillMeter(),
             tracer=runtime.telemetry.tracer,
             metrics=self._metrics,
             log=runtime.log,
@@ -105,6 +107,8 @@ class Prefill:
             num_waiting=num_waiting,
             queued_tokens=sum(run.num_left_tokens for run in runs),
             requests=[run.progress() for run in runs if run.state is HalfState.COMPUTING],
+            queued_pairs=sum(run.num_left_pairs for run in runs),
+            prefills=self._parts.meter.take(),
         )
 
     async def _on_message(self, message: PrefillInbox, envelope: Envelope) -> HalfAccepted | None:

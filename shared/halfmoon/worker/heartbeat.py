@@ -5,6 +5,7 @@ from collections.abc import Iterable
 
 from halfmoon.engine.contract import EngineStats
 from halfmoon.schemas.ids import NodeId, WorkerId
+from halfmoon.schemas.measurements import DecodeSample, PrefillSample
 from halfmoon.schemas.members import MemberState, RequestProgress, WorkerHeartbeat
 from halfmoon.schemas.model import ModelCard
 from halfmoon.schemas.splits import Role
@@ -46,6 +47,10 @@ class WorkerPulse:
         num_waiting: int = 0,
         queued_tokens: int = 0,
         requests: Iterable[RequestProgress] = (),
+        queued_pairs: float = 0.0,
+        context_tokens: int = 0,
+        prefills: tuple[PrefillSample, ...] = (),
+        decodes: tuple[DecodeSample, ...] = (),
     ) -> WorkerHeartbeat:
         """`stats` None: there is no engine yet."""
         return WorkerHeartbeat(
@@ -66,4 +71,8 @@ class WorkerPulse:
             decode_step_s=stats.decode_step_s if stats else None,
             requests=tuple(requests),
             pid=os.getpid(),
+            queued_pairs=queued_pairs,
+            context_tokens=context_tokens,
+            prefills=prefills,
+            decodes=decodes,
         )
