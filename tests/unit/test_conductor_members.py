@@ -5,10 +5,12 @@ import msgspec
 from halfmoon.conductor.flights import Flights
 from halfmoon.conductor.members import HEARTBEAT_LAG_S, Members
 from halfmoon.schemas.ids import NodeId, RequestId, TransferId, WorkerId
+from halfmoon.schemas.kv_tier import PoolStats
 from halfmoon.schemas.members import (
     MEMBER_LOST_AFTER_S,
     Goodbye,
     MemberState,
+    NodeHeartbeat,
     RequestProgress,
     ServiceHeartbeat,
     WorkerHeartbeat,
@@ -187,3 +189,40 @@ def test_flights_are_bounded() -> None:
     flight = flights.get(RequestId("req-4"))
     assert flight is not None
     assert flight.prefill_worker is None
+
+
+def test_conductors_are_those_that_serve_and_are_heard() -> None:
+    members = Members()
+
+    def beat(state: MemberState, service: str = "conductor") -> ServiceHeartbeat:
+        return ServiceHeartbeat(worker=WorkerId("c"), service=service, started_ns=1, state=state)
+
+    for heartbeat in (beat(MemberState.LOADING), beat(MemberState.SERVING, "gateway")):
+        members.hear(heartbeat, 0.0)
+        assert members.conductors() == frozenset()
+    members.hear(beat(MemberState.SERVING), 0.0)
+    assert members.conductors() == {"c"}
+    members.expire(MEMBER_LOST_AFTER_S + 0.1)
+    assert members.conductors() == frozenset()
+    for end in (beat(MemberState.DRAINING), Goodbye(worker=WorkerId("c"))):
+        members.hear(beat(MemberState.SERVING), 5.0)
+        members.hear(end, 5.1)
+        assert members.conductors() == frozenset()
+
+
+def test_pools_that_take_chunks_are_shown_with_their_room() -> None:
+    members = Members()
+    stats = PoolStats(total=10, free=3, staged=1, ready=4, leased=2, num_leases=2, num_chunks=6)
+    for node, state, pool in (
+        ("a", MemberState.SERVING, stats),
+        ("b", MemberState.DRAINING, stats),
+        ("c", MemberState.SERVING, None),
+    ):
+        members.hear(
+            NodeHeartbeat(
+                worker=WorkerId(node), node=NodeId(node), epoch=1, started_ns=1, state=state, host="h", pool=pool
+            ),
+            0.0,
+        )
+    assert list(members.pools()) == ["a"]
+    assert members.pools()[NodeId("a")].room == 3

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import assert_never
 
 from halfmoon.scheduling.cluster import Cluster, WorkerLoad
+from halfmoon.scheduling.replication import Pool
 from halfmoon.schemas.ids import ModelName, NodeId, RequestId, WorkerId
 from halfmoon.schemas.members import (
     MEMBER_LOST_AFTER_S,
@@ -23,6 +24,7 @@ from halfmoon.schemas.model import ModelCard
 from halfmoon.schemas.splits import DecodeHalf, HalfEnded, PrefillHalf, Role
 
 MAX_MEMBERS = 10_000
+_CONDUCTOR = "conductor"
 HEARTBEAT_LAG_S = 0.1
 """A heartbeat heard this long after a half was, counts it."""
 
@@ -82,6 +84,8 @@ class Members:
         self._workers: dict[WorkerId, _Worker] = {}
         self._nodes: dict[NodeId, tuple[NodeHeartbeat, float]] = {}
         self._models: dict[ModelName, ModelCard] = {}
+        self._conductors: dict[WorkerId, float] = {}
+        """When each was last heard."""
 
     def hear(self, heartbeat: Heartbeat, now_s: float) -> WorkerId | None:
         """Take in a heartbeat. Returns the worker whose life it ends: by a goodbye, or by being a new life's first."""
@@ -94,8 +98,13 @@ class Members:
                     self._nodes[heartbeat.node] = (heartbeat, now_s)
                 return None
             case ServiceHeartbeat():
+                if heartbeat.service == _CONDUCTOR and heartbeat.state is MemberState.SERVING:
+                    self._conductors[heartbeat.worker] = now_s
+                else:
+                    self._conductors.pop(heartbeat.worker, None)
                 return None
             case Goodbye():
+                self._conductors.pop(heartbeat.worker, None)
                 for node in [node for node, (beat, _) in self._nodes.items() if beat.worker == heartbeat.worker]:
                     del self._nodes[node]
                 return heartbeat.worker if self._workers.pop(heartbeat.worker, None) is not None else None
@@ -119,6 +128,8 @@ class Members:
         """Forget those that are overdue; the workers among them."""
         for node in [node for node, (_, at_s) in self._nodes.items() if now_s - at_s > MEMBER_LOST_AFTER_S]:
             del self._nodes[node]
+        for conductor in [each for each, at_s in self._conductors.items() if now_s - at_s > MEMBER_LOST_AFTER_S]:
+            del self._conductors[conductor]
         lost = [worker for worker, known in self._workers.items() if now_s - known.heard_s > MEMBER_LOST_AFTER_S]
         for worker in lost:
             del self._workers[worker]
@@ -173,6 +184,24 @@ class Members:
         for worker, known in self._workers.items():
             if any(progress.request_id == request_id for progress in known.beat.requests):
                 yield worker, known.beat.role
+
+    def conductors(self) -> frozenset[WorkerId]:
+        """Those that take requests."""
+        return frozenset(self._conductors)
+
+    def pools(self) -> dict[NodeId, Pool]:
+        """Those that take chunks, with what they have room for."""
+        return {
+            node: Pool(
+                node=node,
+                num_slots=beat.pool.total,
+                num_free=beat.pool.free,
+                num_ready=beat.pool.ready,
+                num_transfers=beat.queued_transfers,
+            )
+            for node, (beat, _) in self._nodes.items()
+            if beat.state is MemberState.SERVING and beat.pool is not None
+        }
 
     def cluster(self) -> Cluster:
         workers = tuple(
