@@ -1,10 +1,7 @@
 """etcd killed, etcd frozen, the leader killed, nothing there at the start: what the registry does about it."""
 
 import asyncio
-import os
 import signal
-import subprocess
-import sys
 from collections.abc import AsyncIterator, Iterator
 from functools import partial
 from pathlib import Path
@@ -40,6 +37,7 @@ from support.registry import (
     registered,
     snapshot,
 )
+from support.registry_process import RegistryProcess
 from support.wait import until, until_blocking
 
 pytestmark = pytest.mark.etcd
@@ -161,39 +159,6 @@ async def test_members_are_not_lost_because_etcd_was(etcd_server: EtcdServer, bu
         assert await lookup(bus, 1, 2) == ((placement("a", 1, 1),), (placement("a", 1, 2),))
         assert {type(event) for event in ear.of("kv-a")} == {MemberJoined}
         await heart.stop()
-
-
-class RegistryProcess:
-    """`python -m halfmoon.registry`."""
-
-    def __init__(self, folder: Path, name: str, **settings: str) -> None:
-        self.name = name
-        self._log = folder / f"{name}.log"
-        environ = {each: value for each, value in os.environ.items() if not each.startswith("HALFMOON_")}
-        environ |= {f"HALFMOON_{each.upper()}": value for each, value in settings.items()}
-        environ |= {"HALFMOON_WORKER_ID": name, "HALFMOON_DATA_DIR": str(folder / name)}
-        with self._log.open("wb") as log:
-            self.process = subprocess.Popen(
-                [sys.executable, "-m", "halfmoon.registry"],
-                env=environ,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-            )
-
-    @property
-    def output(self) -> str:
-        return self._log.read_text(errors="replace")
-
-    def end(self, number: int) -> int:
-        if self.process.poll() is None:
-            self.process.send_signal(number)
-        try:
-            return self.process.wait(timeout=15.0)
-        except subprocess.TimeoutExpired:
-            self.process.kill()
-            self.process.wait(timeout=5.0)
-            raise
 
 
 @pytest.mark.nats

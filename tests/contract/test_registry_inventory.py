@@ -16,7 +16,7 @@ from halfmoon.scheduling.index import ChunkIndex
 from halfmoon.schemas import subjects
 from halfmoon.schemas.chunks import ChunkEvent
 from halfmoon.schemas.ids import ChunkKey, NodeId, WorkerId
-from halfmoon.schemas.kv_tier import Done, Inventory, InventoryPage, Retell
+from halfmoon.schemas.kv_tier import Done, Retell
 from halfmoon.schemas.registry import Snapshot, SnapshotPage
 from halfmoon.schemas.wire import ErrorCode
 from support.etcd import EtcdServer
@@ -26,8 +26,10 @@ from support.registry import (
     Heart,
     RunningRegistry,
     applied,
+    etcd_agrees,
     eventually,
     evicted,
+    inventory,
     pool_beat,
     publish,
     registered,
@@ -60,26 +62,8 @@ async def bus(broker: MemoryBroker) -> AsyncIterator[Bus]:
     await bus.close()
 
 
-async def inventory(bus: Bus, node: str, limit: int = 4096) -> tuple[set[ChunkKey], int]:
-    """All pages: the keys, and how many of the last page's changes are untold."""
-    keys: list[ChunkKey] = []
-    while True:
-        ask = Inventory(after=keys[-1] if keys else None, limit=limit)
-        page = await call(bus, f"{subjects.kv_tier(NodeId(node))}.inventory", ask, InventoryPage, timeout_s=5.0)
-        keys += page.keys
-        if len(page.keys) < limit:
-            assert keys == sorted(set(keys))
-            return set(keys), page.pending
-
-
 def beat(node: Node) -> Heart:
     return Heart(node.bus, pool_beat(f"kv-{node.service.node}", node.service.node, node.client.info.epoch))
-
-
-async def etcd_agrees(bus: Bus, node: str) -> bool:
-    held, pending = await inventory(bus, node)
-    placements, _, _ = await snapshot(bus)
-    return pending == 0 and {each.chunk.key for each in placements if each.node == node} == held
 
 
 async def told(bus: Bus, node: str) -> bool:

@@ -28,6 +28,7 @@ from halfmoon.schemas.chunks import (
     NodeCleared,
 )
 from halfmoon.schemas.ids import ChunkKey, NodeId, RequestId, WorkerId
+from halfmoon.schemas.kv_tier import Inventory, InventoryPage
 from halfmoon.schemas.members import Heartbeat, MemberState, NodeHeartbeat
 from halfmoon.schemas.registry import LookedUp, Lookup, MemberEvent, MemberLost, Snapshot, SnapshotPage
 from halfmoon.tracing import setup
@@ -105,6 +106,24 @@ async def snapshot(bus: Bus, limit: int = 5000) -> tuple[list[ChunkPlacement], i
         if page.cursor is None:
             return placements, page.stream_seq, epochs
         ask = Snapshot(cursor=page.cursor, revision=page.revision, limit=limit)
+
+
+async def inventory(bus: Bus, node: str, limit: int = 4096) -> tuple[set[ChunkKey], int]:
+    """All pages: the keys, and how many of the last page's changes are untold."""
+    keys: list[ChunkKey] = []
+    while True:
+        ask = Inventory(after=keys[-1] if keys else None, limit=limit)
+        page = await call(bus, f"{subjects.kv_tier(NodeId(node))}.inventory", ask, InventoryPage, timeout_s=5.0)
+        keys += page.keys
+        if len(page.keys) < limit:
+            assert keys == sorted(set(keys))
+            return set(keys), page.pending
+
+
+async def etcd_agrees(bus: Bus, node: str) -> bool:
+    held, pending = await inventory(bus, node)
+    placements, _, _ = await snapshot(bus)
+    return pending == 0 and {each.chunk.key for each in placements if each.node == node} == held
 
 
 async def eventually(question: Callable[[], Awaitable[object]], timeout_s: float = 20.0, *, what: str = "") -> None:
