@@ -92,6 +92,8 @@ class Acquire(Message, frozen=True, tag="kvtier.acquire.v1"):
     tenant: TenantId = TenantId("default")
     """On whose behalf, for accounting; and `model`."""
     model: ModelName = ModelName("")
+    direct: bool = False
+    """For another pool that will have its own copy: what must come off the SSD for it isn't kept in memory here."""
 
 
 class AcquiredChunk(Message, frozen=True):
@@ -259,6 +261,38 @@ class TenantUse(Message, frozen=True):
     hit_tokens: int = 0
 
 
+class SsdStats(Message, frozen=True):
+    """A pool's SSD tier. Counts are since the start."""
+
+    num_chunks: int
+    """With a whole file, whether or not they are in DRAM too."""
+    num_bytes: int
+    """Of their files."""
+    max_bytes: int
+    hits: int = 0
+    """Chunks asked for that were read from the SSD."""
+    reads: int = 0
+    writes: int = 0
+    demotions: int = 0
+    """Chunks that left DRAM and are on the SSD."""
+    promotions: int = 0
+    """Chunks that were read from the SSD and are kept in DRAM again."""
+    refused: int = 0
+    """Chunks that left DRAM and weren't worth a write."""
+    evictions: int = 0
+    errors: int = 0
+    """Reads and writes that failed."""
+    removed: dict[str, int] = msgspec.field(default_factory=dict)
+    """Files that could not be served, by reason: `torn`, `foreign`, `version`, `old`, `missing`."""
+    failure: str = ""
+    """Why the disk is left alone for now; empty when all is well."""
+    high_watermark: float = 1.0
+    """Share of DRAM in use above which demotion begins, at present."""
+    low_watermark: float = 1.0
+    promote_within: int = 0
+    """Promoted is what is used twice while the pool takes in so many chunks, at present."""
+
+
 class PoolStats(Message, frozen=True, tag="kvtier.pool.v1"):
     """Slots by state: `free + staged + ready + leased + pinned = total`, always.
 
@@ -284,6 +318,8 @@ class PoolStats(Message, frozen=True, tag="kvtier.pool.v1"):
     pinned: int = 0
     tenants: tuple[TenantUse, ...] = ()
     """In the answer to `Stats` only, not in heartbeats. The biggest first."""
+    ssd: SsdStats | None = None
+    """None where the pool has no SSD tier."""
 
 
 class FlushChunks(Message, frozen=True, tag="kvtier.flush.v1"):

@@ -10,6 +10,7 @@ from msgspec import Meta
 from halfmoon.config import CommonConfig
 from halfmoon.eviction import PolicyName
 from halfmoon.kv_tier.quotas import TenantQuotas, check_quotas
+from halfmoon.kv_tier.reuse import Admission
 from halfmoon.pool.arena import DEFAULT_SHM_DIR
 from halfmoon.schemas.chunks import Tier
 
@@ -121,5 +122,46 @@ class KvTierConfig(CommonConfig, frozen=True, kw_only=True, forbid_unknown_field
         Meta(description="Pressure: a smaller share of the slots is free. 0: no copies are trimmed first.", ge=0, le=1),
     ] = 0.05
 
+    ssd_dir: Annotated[
+        Path | None,
+        Meta(
+            description="Directory, this node's own, for chunks that DRAM has no room for. None: there is no SSD tier."
+        ),
+    ] = None
+    ssd_bytes: Annotated[int, Meta(description="Bytes that its files may take.", ge=1)] = 64 << 30
+    ssd_threads: Annotated[int, Meta(description="Threads that read from it; half as many write.", ge=1, le=64)] = 4
+    ssd_admission: Annotated[
+        Admission,
+        Meta(
+            description="Which chunks are worth a write: `reused` ones, `all`, or (`auto`) the reused ones, and all "
+            "while enough of the others come back."
+        ),
+    ] = Admission.AUTO
+    ssd_max_age_s: Annotated[
+        Annotated[float, Meta(gt=0)] | None,
+        Meta(description="Files that were written longer ago are removed when the node starts. None: none are."),
+    ] = 30 * 86_400.0
+    high_watermark: Annotated[
+        Annotated[float, Meta(gt=0, le=1)] | None,
+        Meta(description="Share of DRAM in use above which chunks are moved to the SSD. None: as the traffic asks."),
+    ] = None
+    low_watermark: Annotated[
+        Annotated[float, Meta(ge=0, lt=1)] | None,
+        Meta(description="Share of DRAM in use at which that ends. Set both or neither."),
+    ] = None
+    promote_within: Annotated[
+        Annotated[int, Meta(ge=0)] | None,
+        Meta(
+            description="A chunk of the SSD is kept in DRAM again when it is read twice while the pool takes in so "
+            "many chunks. None: as many as DRAM takes in before it gives an unused one up."
+        ),
+    ] = None
+
     def __post_init__(self) -> None:
         check_quotas(self.tenants, Tier.DRAM, self.arena_bytes)
+        if (self.high_watermark is None) != (self.low_watermark is None):
+            raise ValueError("high_watermark and low_watermark: set both, or neither")
+        if (self.low_watermark or 0.0) >= (self.high_watermark or 1.0):
+            raise ValueError(
+                f"low_watermark is {self.low_watermark}, high_watermark {self.high_watermark}: lower the former"
+            )

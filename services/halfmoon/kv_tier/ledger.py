@@ -58,10 +58,10 @@ class Ledger:
             self.share(lease, slot, now_ns)
         return slot
 
-    def share(self, lease: Lease, slot: Slot, now_ns: int) -> None:
+    def share(self, lease: Lease, slot: Slot, now_ns: int, *, is_use: bool = True) -> None:
         """Let this lease hold a readable slot too; nothing changes where it does already."""
         if slot.number not in lease.slots:
-            self.slots.lease(slot, now_ns)
+            self.slots.lease(slot, now_ns, is_use=is_use)
             lease.slots[slot.number] = slot.generation
 
     def reserve(self, lease_id: LeaseId, key: ChunkKey, num_bytes: int, now_ns: int) -> Slot | None:

@@ -19,6 +19,7 @@ import structlog
 
 from halfmoon.bus.errors import BusError
 from halfmoon.kv_tier.flights import Arrival, Flight, PullRequest
+from halfmoon.kv_tier.flow import Flow
 from halfmoon.kv_tier.landing import Landing
 from halfmoon.kv_tier.ledger import LeaseGone, Misfit
 from halfmoon.kv_tier.loans import Loans
@@ -73,6 +74,7 @@ class Puller:
         self._batch_chunks = batch_chunks
         self._in_place = in_place
         self._running = asyncio.Semaphore(max_batches)
+        self.flow = Flow()
         self._flights: dict[ChunkKey, Flight] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._closed = False
@@ -175,7 +177,7 @@ class Puller:
             # What nobody waits for takes nobody's turn: it is little at a time, and begins only when nobody else does.
             turn = contextlib.nullcontext() if request.unasked else self._running
             async with asyncio.timeout((request.deadline_ns - time.time_ns()) / 1e9), turn:
-                await self._fetch_from(source, flights, request)
+                await self._timed_fetch(source, flights, request)
         except TimeoutError:
             self._fail(flights, ChunkOutcome.MISS, f"node {source.node} took longer than there was time for")
         except (BusError, LeaseGone, Misfit) as error:
@@ -185,6 +187,15 @@ class Puller:
             self._log.error("a pull failed", source=source.node, exc_info=error)
             self._fail(flights, ChunkOutcome.MISS, f"node {source.node}: {type(error).__name__}")
         self._dispatch(flight for flight in flights if not flight.landed.done())
+
+    async def _timed_fetch(self, source: ChunkSource, flights: list[Flight], request: PullRequest) -> None:
+        num_bytes = sum(flight.chunk.num_bytes for flight in flights)
+        pulling = self.flow.begin(source.node, num_bytes, time.time_ns())
+        try:
+            await self._fetch_from(source, flights, request)
+        finally:
+            is_whole = all(flight.landed.done() and flight.landed.result().slot is not None for flight in flights)
+            pulling.end(time.time_ns(), is_whole=is_whole)
 
     async def _fetch_from(self, source: ChunkSource, flights: list[Flight], request: PullRequest) -> None:
         info = await self._peers.describe(source, request.deadline_ns)
@@ -201,6 +212,7 @@ class Puller:
                 chunks=wanted,
                 lease_s=max(left_s, 0.0) + 1.0,
                 unasked=request.unasked,
+                direct=all(any(each.keep for each in flight.waiting) for flight in flights),
             ),
             request.deadline_ns,
             request.context,

@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import msgspec
 import structlog
@@ -15,6 +15,7 @@ from halfmoon.kv_tier import policy
 from halfmoon.kv_tier.flights import PullRequest
 from halfmoon.kv_tier.ledger import LeaseGone, Misfit
 from halfmoon.kv_tier.pull import Puller
+from halfmoon.kv_tier.ssd_reads import SsdReader
 from halfmoon.kv_tier.store import ChunkStore
 from halfmoon.schemas.chunks import ChunkOutcome, EvictReason
 from halfmoon.schemas.ids import LeaseId, RequestId, WorkerId, new_lease_id
@@ -63,10 +64,12 @@ class Requests:
         max_lease_s: float,
         acquire_timeout_s: float,
         bytes_served: Callable[[], int],
+        reader: SsdReader | None = None,
     ) -> None:
         self._info = info
         self._store = store
         self._puller = puller
+        self._reader = reader
         self._tracer = tracer
         self._log = log
         self._max_lease_s = max_lease_s
@@ -177,17 +180,20 @@ class Requests:
         if not request.unasked:
             self._store.evictor.asked(request.request_id, len(wanted), cached, self._store.clock_ns())
             self._store.unasked.used(cached)
-        plan = policy.plan_acquire(wanted, here, self._info.node)
+        lower = self._store.lower
+        if lower is not None and not request.unasked:
+            lower.asked(request.request_id, [chunk.key for chunk in wanted], self._store.clock_ns())
+        plan = policy.plan_acquire(wanted, here, self._info.node, () if lower is None else lower.ssd)
         answers: dict[int, AcquiredChunk] = {}
         for position in plan.local:
-            answers[position] = self._local(lease_id, wanted[position])
+            answers[position] = self._local(lease_id, wanted[position], direct=request.direct or request.unasked)
         for position in plan.missing:
             chunk = wanted[position]
             detail = "not in this pool, and no other node is named that has it"
             answers[position] = AcquiredChunk(
                 key=chunk.key, index=chunk.index, outcome=ChunkOutcome.MISS, detail=detail
             )
-        if plan.pulls:
+        if plan.pulls or plan.reads:
             pull = PullRequest(
                 request.request_id,
                 lease_id,
@@ -197,8 +203,7 @@ class Requests:
                 in_place=request.in_place,
                 lease_s=min(request.lease_s, self._max_lease_s),
             )
-            pulled = await self._puller.pull(pull, [wanted[position] for position in plan.pulls])
-            answers.update(zip(plan.pulls, pulled, strict=True))
+            answers.update(await self._bring(pull, wanted, plan, direct=request.direct or request.unasked))
         expires_ns = self._expiry_ns(request.lease_s)
         if not ledger.renew(lease_id, expires_ns, self._store.clock_ns()):
             answers = {position: _expired(answer) for position, answer in answers.items()}
@@ -207,17 +212,40 @@ class Requests:
             self._count(request, chunks)
         return Acquired(lease_id=lease_id, expires_ns=expires_ns, chunks=chunks, epoch=self._info.epoch)
 
+    async def _bring(
+        self, pull: PullRequest, wanted: Sequence[WantedChunk], plan: policy.AcquirePlan, *, direct: bool
+    ) -> dict[int, AcquiredChunk]:
+        """From the SSD and from other nodes, at once; what the SSD can't give is then sought at other nodes too."""
+
+        async def pulled(positions: Sequence[int]) -> dict[int, AcquiredChunk]:
+            chunks = await self._puller.pull(pull, [wanted[position] for position in positions]) if positions else []
+            return dict(zip(positions, chunks, strict=True))
+
+        if self._reader is None or not plan.reads:
+            return await pulled(plan.pulls)
+        read, answers = await asyncio.gather(
+            self._reader.read(pull, [wanted[position] for position in plan.reads], direct=direct), pulled(plan.pulls)
+        )
+        answers |= dict(zip(plan.reads, read, strict=True))
+        elsewhere = policy.with_sources(wanted, [at for at in plan.reads if answers[at].slot is None], self._info.node)
+        return answers | await pulled(elsewhere)
+
     def _count(self, request: Acquire, chunks: tuple[AcquiredChunk, ...]) -> None:
         counters = self._store.counters
         counters.hits_local += sum(chunk.outcome is ChunkOutcome.HIT_LOCAL for chunk in chunks)
         counters.hits_remote += sum(chunk.outcome is ChunkOutcome.HIT_REMOTE for chunk in chunks)
+        if self._store.lower is not None:
+            self._store.lower.hits += sum(chunk.outcome is ChunkOutcome.SSD for chunk in chunks)
         counters.misses += sum(chunk.slot is None for chunk in chunks)
         self._store.accounts.asked(request, chunks)
 
-    def _local(self, lease_id: LeaseId, chunk: WantedChunk) -> AcquiredChunk:
+    def _local(self, lease_id: LeaseId, chunk: WantedChunk, *, direct: bool) -> AcquiredChunk:
         slot = self._store.ledger.lease_cached(lease_id, chunk.key, self._store.clock_ns())
         assert slot is not None
         assert slot.meta is not None
+        lower = self._store.lower
+        if lower is not None and not slot.registered and not direct and lower.note_read(chunk.key):
+            self._store.promote(slot)
         meta = msgspec.structs.replace(slot.meta, hits=slot.hits, last_access_ns=slot.last_access_ns)
         return AcquiredChunk(
             key=chunk.key,

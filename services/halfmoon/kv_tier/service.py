@@ -21,6 +21,7 @@ from halfmoon.kv_tier.probe import Prober
 from halfmoon.kv_tier.pull import Puller
 from halfmoon.kv_tier.rdma import open_rdma
 from halfmoon.kv_tier.requests import Requests
+from halfmoon.kv_tier.ssd_open import open_ssd
 from halfmoon.kv_tier.store import ChunkStore
 from halfmoon.kv_tier.transports import advertised, authorizer, make_transports, serve_tcp
 from halfmoon.kv_tier.trim import Trimmer
@@ -110,6 +111,10 @@ class KvTier:
             )
         except ValueError as error:
             raise StartupError(str(error)) from None
+        ssd = await open_ssd(self._config, store, tracer, self._undo, self._log, holder=self._runtime.worker_id)
+        if ssd is not None:
+            self._own(ssd.demoter.run(), "demotion")
+            self._runtime.metrics.registry.register(ssd.collector)
         server = self._server = serve_tcp(self._config, arena, store, self._epoch, self._undo, self._log)
         rdma = await open_rdma(self._config, arena, authorizer(store), self._epoch, self._runtime.bus, self._undo)
         if rdma.server is not None:
@@ -148,6 +153,7 @@ class KvTier:
             max_lease_s=self._config.max_lease_s,
             acquire_timeout_s=self._config.acquire_timeout_s,
             bytes_served=lambda: server.bytes_served,
+            reader=None if ssd is None else ssd.reader,
         )
         prober = Prober(
             info,
@@ -198,6 +204,8 @@ class KvTier:
             queued_transfers=0 if self._puller is None else self._puller.num_flights,
             labels=self._config.labels,
             pid=os.getpid(),
+            receiving={} if self._puller is None else self._puller.flow.receiving(),
+            pulls=() if self._puller is None else self._puller.flow.take(),
         )
 
     async def _be_the_only_one(self) -> None:

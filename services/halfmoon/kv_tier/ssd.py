@@ -7,6 +7,7 @@ computed again; a disk that fails is left alone for a while, and that is logged 
 import asyncio
 import errno
 import os
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
@@ -27,6 +28,8 @@ R = TypeVar("R")
 
 _READ_FAILURES_TOLERATED = 2
 """One bad block is no bad disk."""
+_SILENCE_S = 5.0
+"""A read that takes longer hangs."""
 _CLOSE_TIMEOUT_S = 5.0
 
 
@@ -73,13 +76,15 @@ class SsdStore:
         self.counters = SsdCounters()
         self.write_breaker = Breaker()
         self.read_breaker = Breaker(tolerance=_READ_FAILURES_TOLERATED)
-        self.on_gone: Callable[[Sequence[ChunkMeta], EvictReason], None] = _nobody
+        self.on_gone: Callable[[Sequence[SsdChunk], EvictReason], None] = _nobody
         """Told of chunks that have left the tier by themselves: evicted, or found to be damaged."""
         self._log = log.bind(ssd_dir=str(directory.root))
         self._clock_ns = clock_ns
         self.num_writers = max(1, threads // 2)
         self._readers = ThreadPoolExecutor(threads, "ssd-read")
         self._writers = ThreadPoolExecutor(self.num_writers, "ssd-write")
+        self._reading: dict[int, float] = {}
+        """Threads that read now, and when they began."""
         self._removing: Counter[ChunkKey] = Counter()
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -94,7 +99,7 @@ class SsdStore:
         await self.settled()
         return list(self.book.metas())
 
-    def __contains__(self, key: ChunkKey) -> bool:
+    def __contains__(self, key: object) -> bool:
         return key in self.book
 
     def find(self, key: ChunkKey) -> SsdChunk | None:
@@ -108,9 +113,9 @@ class SsdStore:
         """Give these chunks up; those that were here. `on_gone` isn't told. Their files go soon: see `settled`."""
         gone: list[ChunkMeta] = []
         for key in keys:
-            meta = self.book.remove(key, evicted=False)
-            if meta is not None:
-                gone.append(meta)
+            chunk = self.book.remove(key, evicted=False)
+            if chunk is not None:
+                gone.append(chunk.meta)
                 self._unlink([key])
         return gone
 
@@ -124,8 +129,17 @@ class SsdStore:
         return not self.write_breaker.is_open(self._clock_ns())
 
     @property
-    def is_failing(self) -> bool:
-        return self.write_breaker.is_broken or self.read_breaker.is_broken
+    def failure(self) -> str:
+        """Why the disk is left alone, or was when it was last tried; empty when all is well."""
+        broken = [breaker.reason for breaker in (self.write_breaker, self.read_breaker) if breaker.is_broken]
+        return broken[0] if broken else ""
+
+    def gives_up(self) -> bool:
+        """Whether there is no sense in waiting for a read: one has been on its way for too long, or several failed."""
+        now_s = time.monotonic()
+        if any(now_s - began_s > _SILENCE_S for began_s in list(self._reading.values())):
+            self._read_failed(f"a read takes longer than {_SILENCE_S:g} s")
+        return self.read_breaker.is_open(self._clock_ns())
 
     async def write(self, meta: ChunkMeta, traceparent: str | None, padded: memoryview) -> bool:
         """Write a chunk from its slot; whether the tier has it now. `padded` is the payload to the end of its page.
@@ -172,7 +186,7 @@ class SsdStore:
         if self.read_breaker.is_open(self._clock_ns()):
             raise NotRead(f"the SSD is left alone for a while: {self.read_breaker.reason}")
         try:
-            body = await self._run(self._readers, self.directory.read, key, padded)
+            body = await self._run(self._readers, self._read, key, padded)
         except BadFile as error:
             self.counters.removed[error.reason] += 1
             self._log.warning("a damaged file of the SSD tier is removed", key=key.hex(), detail=str(error))
@@ -185,7 +199,7 @@ class SsdStore:
             raise NotRead("its file is gone") from None
         except OSError as error:
             self._lose(chunk)
-            self.read_failed(error.strerror or str(error))
+            self._read_failed(error.strerror or str(error))
             raise NotRead(f"the SSD fails: {error.strerror or error}") from None
         if self.book.find(key) is None:
             raise NotRead("it was given up meanwhile")
@@ -194,12 +208,6 @@ class SsdStore:
         if self.read_breaker.succeeded(self._clock_ns()):
             self._log.info("the SSD can be read again")
         return body
-
-    def read_failed(self, reason: str) -> None:
-        """The disk failed a read, or kept it waiting for too long."""
-        self.counters.errors += 1
-        if self.read_breaker.failed(self._clock_ns(), reason):
-            self._log.error("the SSD can't be read: its chunks are computed again meanwhile", error=reason)
 
     async def close(self) -> None:
         """Idempotent. What hangs in the disk is left behind after a while."""
@@ -229,6 +237,20 @@ class SsdStore:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         return False
 
+    def _read(self, key: ChunkKey, padded: memoryview) -> FileBody:
+        """In a thread."""
+        thread = threading.get_ident()
+        self._reading[thread] = time.monotonic()
+        try:
+            return self.directory.read(key, padded)
+        finally:
+            del self._reading[thread]
+
+    def _read_failed(self, reason: str) -> None:
+        self.counters.errors += 1
+        if self.read_breaker.failed(self._clock_ns(), reason):
+            self._log.error("the SSD can't be read: its chunks are computed again meanwhile", error=reason)
+
     def _write_failed(self, error: OSError) -> None:
         self.counters.errors += 1
         reason = error.strerror or str(error)
@@ -238,11 +260,11 @@ class SsdStore:
     def _forget(self, keys: Collection[ChunkKey], reason: EvictReason) -> asyncio.Task[None] | None:
         """Chunks that leave by themselves; the removal of their files, where there are any."""
         is_eviction = reason is EvictReason.CAPACITY
-        gone = [meta for key in keys if (meta := self.book.remove(key, evicted=is_eviction)) is not None]
+        gone = [chunk for key in keys if (chunk := self.book.remove(key, evicted=is_eviction)) is not None]
         if not gone:
             return None
         self.counters.evictions += is_eviction * len(gone)
-        removal = self._unlink([meta.key for meta in gone])
+        removal = self._unlink([chunk.meta.key for chunk in gone])
         self.on_gone(gone, reason)
         return removal
 
@@ -279,5 +301,5 @@ class SsdStore:
             raise
 
 
-def _nobody(gone: Sequence[ChunkMeta], reason: EvictReason) -> None:
+def _nobody(gone: Sequence[SsdChunk], reason: EvictReason) -> None:
     pass

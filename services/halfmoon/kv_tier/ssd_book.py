@@ -48,7 +48,7 @@ class SsdBook:
     def __len__(self) -> int:
         return len(self._chunks)
 
-    def __contains__(self, key: ChunkKey) -> bool:
+    def __contains__(self, key: object) -> bool:
         return key in self._chunks
 
     @property
@@ -99,7 +99,7 @@ class SsdBook:
             for key in here:
                 self._policy.access(key, prompt)
 
-    def remove(self, key: ChunkKey, *, evicted: bool) -> ChunkMeta | None:
+    def remove(self, key: ChunkKey, *, evicted: bool) -> SsdChunk | None:
         """Forget a chunk, and what is being written of it; what it was, or None where it has no whole file."""
         self.abandon(key)
         chunk = self._chunks.pop(key, None)
@@ -107,7 +107,7 @@ class SsdBook:
             return None
         self._policy.remove(key, evicted=evicted)
         self.num_bytes -= chunk.num_bytes
-        return chunk.meta
+        return chunk
 
     def victims(self, num_bytes: int) -> list[ChunkKey]:
         """The chunks to remove so that `num_bytes` more fit, the first one first; fewer where no more may go."""

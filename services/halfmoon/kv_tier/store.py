@@ -3,7 +3,7 @@
 import heapq
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -14,11 +14,13 @@ from halfmoon.kv_tier.events import Announcer
 from halfmoon.kv_tier.eviction import Evictor
 from halfmoon.kv_tier.flushes import FlushBook
 from halfmoon.kv_tier.ledger import Ledger
+from halfmoon.kv_tier.lower_tier import LowerTier
 from halfmoon.kv_tier.pins import Pins
 from halfmoon.kv_tier.quotas import Quotas
 from halfmoon.kv_tier.slots import Evicted, Slot
+from halfmoon.kv_tier.ssd_book import SsdChunk
 from halfmoon.kv_tier.unasked import Unasked
-from halfmoon.pool.arena import Arena
+from halfmoon.pool.arena import Arena, aligned
 from halfmoon.schemas.chunks import ChunkMeta, EvictReason
 from halfmoon.schemas.ids import ChunkKey, LeaseId, RequestId, TenantId
 from halfmoon.schemas.kv_tier import PoolStats, SlotRef, WrittenChunk
@@ -76,9 +78,18 @@ class ChunkStore:
         self.counters = Counters()
         self.accounts = Accounts(self.ledger.book)
         self.unasked = Unasked()
+        self.lower: LowerTier | None = None
+        """None: there is nothing below DRAM, or not yet (`attach`)."""
         self.clock_ns = clock_ns
         self._announcer = announcer
         self._tracer = tracer
+
+    def attach(self, lower: LowerTier) -> None:
+        """Use an SSD from now on; what lies on it already is announced."""
+        self.lower = lower
+        lower.ssd.on_gone = self._gone_from_ssd
+        lower.ssd.book.is_kept = lambda meta: meta.key in self.pins
+        self._announcer.registered(lower.ssd.metas())
 
     def make_room(self, num_slots: int, tenant: TenantId | None = None) -> None:
         """Evict so that this many slots are free, as far as that goes: one plan for many is cheaper than one each."""
@@ -113,7 +124,21 @@ class ChunkStore:
                 self.ledger.slots.withdraw(slot)
         if registered:
             self._registered(registered)
+            if self.lower is not None and lease is not None:
+                self.lower.registered(registered, lease.request_id)
         return len(registered)
+
+    def promote(self, slot: Slot) -> None:
+        """Keep in DRAM what a reader has there as a working copy, as far as quotas allow."""
+        if slot.meta is not None and self.ledger.slots.register(slot):
+            self._registered([slot.meta])
+            self.promoted(slot)
+
+    def promoted(self, slot: Slot) -> None:
+        """Account for a chunk of the SSD that DRAM keeps from now on."""
+        if self.lower is not None and slot.meta is not None:
+            self.lower.promotions += 1
+            self._trace(names.KVTIER_PROMOTE, slot.meta, slot.traceparent)
 
     def is_stale(self, meta: ChunkMeta, request_id: RequestId) -> bool:
         """Whether a flush forbids that this chunk, which that request computes or brings here, be found."""
@@ -122,11 +147,15 @@ class ChunkStore:
     def meta_of(self, key: ChunkKey) -> ChunkMeta | None:
         """Of the chunk that readers find under this key."""
         slot = self.ledger.slots.find(key)
-        return None if slot is None else slot.meta
+        if slot is not None:
+            return slot.meta
+        return None if self.lower is None else self.lower.find(key)
 
     def inventory(self, after: ChunkKey | None, limit: int) -> list[ChunkKey]:
         """The `limit` smallest keys above `after` that are registered, ascending."""
-        keys = (slot.key for slot in self.ledger.slots.registered() if slot.key is not None)
+        keys = {slot.key for slot in self.ledger.slots.registered() if slot.key is not None}
+        if self.lower is not None:
+            keys.update(meta.key for meta in self.lower.ssd.metas())
         return heapq.nsmallest(limit, (key for key in keys if after is None or key > after))
 
     @property
@@ -140,10 +169,12 @@ class ChunkStore:
         here: list[ChunkMeta] = []
         for key in keys:
             slot = self.ledger.slots.find(key)
-            if slot is None or slot.meta is None or not slot.registered:
-                gone.append(key)
-            else:
+            if slot is not None and slot.meta is not None and slot.registered:
                 here.append(slot.meta)
+            elif self.lower is not None and (meta := self.lower.find(key)) is not None:
+                here.append(meta)
+            else:
+                gone.append(key)
         self._announcer.registered(here)
         self._announcer.doubted(gone)
 
@@ -158,6 +189,10 @@ class ChunkStore:
                 traceparents.append(traceparent)
         if gone:
             self._tell_gone(gone, traceparents, reason)
+
+    def tell_flushed(self, keys: Iterable[ChunkKey]) -> None:
+        """These chunks were on the SSD, and are flushed."""
+        self._announcer.evicted(keys, EvictReason.FLUSH)
 
     def expire(self) -> int:
         """Let go of expired leases; return how many there were."""
@@ -177,6 +212,10 @@ class ChunkStore:
     def payload(self, slot: Slot) -> memoryview:
         return self.arena.slot(slot.number, slot.num_bytes)
 
+    def padded(self, slot: Slot) -> memoryview:
+        """The payload, up to the end of its last page."""
+        return self.arena.slot(slot.number, aligned(slot.num_bytes))
+
     def stats(self, bytes_served: int) -> PoolStats:
         counts = self.ledger.slots.counts()
         return PoolStats(
@@ -195,15 +234,29 @@ class ChunkStore:
             bytes_pulled=self.counters.bytes_pulled,
             bytes_in_place=self.counters.bytes_in_place,
             bytes_served=bytes_served,
+            ssd=None if self.lower is None else self.lower.stats(),
         )
 
-    def evict(self, numbers: Iterable[int]) -> bool:
-        """Free these ready slots, and announce it; False where there are none. Raises as `Ledger.evict`."""
+    def check_integrity(self) -> None:
+        """Raises AssertionError where what is known of slots, leases and files contradicts itself."""
+        self.ledger.check_integrity()
+        if self.lower is not None:
+            self.lower.ssd.check_integrity()
+
+    def evict(self, numbers: Iterable[int], *, started_ns: int | None = None) -> bool:
+        """Free these ready slots, and announce it; False where there are none. Raises as `Ledger.evict`.
+
+        A chunk that has a file on the SSD isn't gone from the node: it is announced as lying there. `started_ns`: when
+        the writing of that file began, for the trace.
+        """
         plan = list(numbers)
         traceparents = [self.ledger.slots[number].traceparent for number in plan]
         gone = self.ledger.evict(plan)
         if gone:
-            self._tell_gone(gone, traceparents, EvictReason.CAPACITY)
+            if self.lower is not None:
+                for each in gone:
+                    self.lower.reuse.given_up(each.meta.key)
+            self._tell_gone(gone, traceparents, EvictReason.CAPACITY, started_ns=started_ns)
         return bool(gone)
 
     def _keep_quotas(self, chunks: Iterable[WrittenChunk]) -> None:
@@ -219,22 +272,53 @@ class ChunkStore:
             if excess := self.ledger.book.num_excess(tenant, num_chunks, self.arena.slot_bytes):
                 self.evict(self.evictor.own_victims(excess, tenant))
 
-    def _tell_gone(self, gone: Sequence[Evicted], traceparents: Sequence[str | None], reason: EvictReason) -> None:
-        self.counters.evictions += len(gone)
+    def _tell_gone(
+        self,
+        gone: Sequence[Evicted],
+        traceparents: Sequence[str | None],
+        reason: EvictReason,
+        *,
+        started_ns: int | None = None,
+    ) -> None:
+        below = self._stays_below(gone, reason)
+        self.counters.evictions += len(gone) - len(below)
         surplus = frozenset(each.meta.key for each in gone if self.evictor.is_surplus(each.meta.key))
         self.counters.trimmed += len(surplus)
         for each in gone:
-            self.accounts.evicted(each.meta)
+            if each.meta.key not in below:
+                self.accounts.evicted(each.meta)
             if each.successor is None:
                 self.unasked.gone(each.meta.key)
         self.evictor.gone(gone, self.clock_ns(), evicted=reason is EvictReason.CAPACITY)
-        self._announcer.evicted([each.meta.key for each in gone], reason)
+        self._announcer.evicted([each.meta.key for each in gone if each.meta.key not in below], reason)
+        if below:
+            self._announcer.registered(below.values())
         self.pins.went(each.meta.key for each in gone)
         if successors := [each.successor for each in gone if each.successor is not None]:
             self._announcer.registered(successors)
             self.pins.came(meta.key for meta in successors)
         for each, traceparent in zip(gone, traceparents, strict=True):
-            self._trace_eviction(each.meta, traceparent, reason, is_surplus=each.meta.key in surplus)
+            if each.meta.key in below:
+                self._trace(names.KVTIER_DEMOTE, below[each.meta.key], traceparent, started_ns=started_ns)
+            else:
+                self._trace_eviction(each.meta, traceparent, reason, is_surplus=each.meta.key in surplus)
+
+    def _stays_below(self, gone: Sequence[Evicted], reason: EvictReason) -> dict[ChunkKey, ChunkMeta]:
+        """Of the chunks that DRAM has no more, those that the SSD has; what is flushed stays nowhere."""
+        if self.lower is None or reason is EvictReason.FLUSH:
+            return {}
+        below = self.lower.among(each.meta.key for each in gone if each.successor is None)
+        self.lower.demotions += len(below)
+        return below
+
+    def _gone_from_ssd(self, gone: Sequence[SsdChunk], reason: EvictReason) -> None:
+        """Chunks have left the SSD by themselves. Those that DRAM has too are still here."""
+        lost = [each for each in gone if not ((slot := self.ledger.slots.find(each.meta.key)) and slot.registered)]
+        self.counters.evictions += len(lost)
+        self._announcer.evicted([each.meta.key for each in lost], reason)
+        for each in lost:
+            self.accounts.evicted(each.meta)
+            self._trace_eviction(each.meta, each.traceparent, reason, is_surplus=False)
 
     def _registered(self, metas: Sequence[ChunkMeta]) -> None:
         self.evictor.registered(metas, self.clock_ns())
@@ -244,6 +328,19 @@ class ChunkStore:
     def _trace_eviction(
         self, meta: ChunkMeta, traceparent: str | None, reason: EvictReason, *, is_surplus: bool
     ) -> None:
+        why = {"halfmoon.evict.reason": reason.value, "halfmoon.evict.is_surplus": is_surplus}
+        self._trace(names.KVTIER_EVICT, meta, traceparent, why)
+
+    def _trace(
+        self,
+        name: str,
+        meta: ChunkMeta,
+        traceparent: str | None,
+        extra: Mapping[str, attributes.AttributeValue] | None = None,
+        *,
+        started_ns: int | None = None,
+    ) -> None:
+        """Something has become of a chunk: a trace of its own, linked to that of the request that made the chunk."""
         now_ns = self.clock_ns()
         facts = attributes.ChunkFacts(
             request_id=meta.request_id,
@@ -254,14 +351,10 @@ class ChunkStore:
             num_tokens=meta.num_tokens,
         )
         self._tracer.record_span(
-            names.KVTIER_EVICT,
-            now_ns,
+            name,
+            now_ns if started_ns is None else started_ns,
             now_ns,
             parent=Context(),
-            attributes={
-                **facts.attributes(),
-                "halfmoon.evict.reason": reason.value,
-                "halfmoon.evict.is_surplus": is_surplus,
-            },
+            attributes={**facts.attributes(), **(extra or {})},
             links=link_to(traceparent),
         )

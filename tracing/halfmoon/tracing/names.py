@@ -4,6 +4,7 @@ One trace holds one request. The gateway's span is the root; prefill and decode 
 
     gateway.request                 · event `first_token`, attribute `halfmoon.ttft_ms`
     ├── conductor.schedule
+    │   └── conductor.wait          for a worker with room, in fair order; only of requests that did
     ├── prefill.request
     │   ├── prefill.queue           in line for the engine
     │   ├── prefill.acquire         cached chunks made readable; one `chunk` each; `kvtier.acquire`, `kvtier.transfer`
@@ -18,6 +19,7 @@ from typing import Final
 
 GATEWAY_REQUEST: Final = "gateway.request"
 CONDUCTOR_SCHEDULE: Final = "conductor.schedule"
+CONDUCTOR_WAIT: Final = "conductor.wait"
 CONDUCTOR_REQUEST: Final = "conductor.request"
 """The root instead of `gateway.request`, where a request came straight over NATS, without a trace."""
 
@@ -36,6 +38,8 @@ CHUNK: Final = "chunk"
 
 KVTIER_ACQUIRE: Final = "kvtier.acquire"
 KVTIER_TRANSFER: Final = "kvtier.transfer"
+KVTIER_DEMOTE: Final = "kvtier.demote"
+KVTIER_PROMOTE: Final = "kvtier.promote"
 KVTIER_EVICT: Final = "kvtier.evict"
 """Later life: in a trace of its own, with a link to the request that made the chunk."""
 KVTIER_REPLICATE: Final = "kvtier.replicate"

@@ -19,7 +19,16 @@ _NS_PER_MS = 1e6
 _EXPECTED = (names.GATEWAY_REQUEST, names.CONDUCTOR_SCHEDULE, names.PREFILL_REQUEST, names.DECODE_REQUEST)
 _ENVELOPES = frozenset({names.GATEWAY_REQUEST, names.PREFILL_REQUEST, names.DECODE_REQUEST})
 _WAITS = frozenset({names.PREFILL_QUEUE, names.DECODE_QUEUE, names.DECODE_WAIT_KV})
-_MOVES = frozenset({names.PREFILL_ACQUIRE, names.KVTIER_ACQUIRE, names.KVTIER_TRANSFER, names.KVTIER_EVICT})
+_MOVES = frozenset(
+    {
+        names.PREFILL_ACQUIRE,
+        names.KVTIER_ACQUIRE,
+        names.KVTIER_TRANSFER,
+        names.KVTIER_DEMOTE,
+        names.KVTIER_PROMOTE,
+        names.KVTIER_EVICT,
+    }
+)
 _PARTS = frozenset({*_EXPECTED, *_WAITS, names.PREFILL_COMPUTE, names.DECODE_GENERATE, names.PREFILL_ACQUIRE})
 
 
