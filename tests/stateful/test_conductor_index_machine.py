@@ -1,11 +1,12 @@
 """The chunk index against a plain one, whatever happens in whatever order; more nodes than a machine word has bits."""
 
+import msgspec
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from halfmoon.scheduling.index import ChunkIndex
-from halfmoon.schemas.chunks import ChunkEvent, ChunkEvicted, ChunkPlacement, EvictReason, NodeCleared
+from halfmoon.schemas.chunks import ChunkEvent, ChunkEvicted, ChunkPlacement, EvictReason, NodeCleared, Tier
 from halfmoon.schemas.ids import ChunkKey, NodeId
 from support.naive_index import PlainIndex
 from support.registry import meta, registered
@@ -39,9 +40,16 @@ class IndexMachine(RuleBasedStateMachine):
     def epoch(self, node: NodeId, step: int) -> int:
         return self.plain.epochs.get(node, 1) + step
 
-    @rule(node=node_ids, numbers=some_numbers, step=st.sampled_from((0, 0, 0, -1, 1)))
-    def registers(self, node: NodeId, numbers: list[int], step: int) -> None:
-        self.happens(registered(node, self.epoch(node, step), *numbers))
+    @rule(
+        node=node_ids,
+        numbers=some_numbers,
+        step=st.sampled_from((0, 0, 0, -1, 1)),
+        tier=st.sampled_from((Tier.DRAM, Tier.DRAM, Tier.SSD)),
+    )
+    def registers(self, node: NodeId, numbers: list[int], step: int, tier: Tier) -> None:
+        event = registered(node, self.epoch(node, step), *numbers)
+        chunks = tuple(msgspec.structs.replace(chunk, tier=tier) for chunk in event.chunks)
+        self.happens(msgspec.structs.replace(event, chunks=chunks))
 
     @rule(node=node_ids, numbers=some_numbers, step=st.sampled_from((0, 0, 0, -1, 1)))
     def evicts(self, node: NodeId, numbers: list[int], step: int) -> None:
@@ -67,7 +75,13 @@ class IndexMachine(RuleBasedStateMachine):
     @rule()
     def is_built_anew(self) -> None:
         placements = [
-            ChunkPlacement(node=node, epoch=self.plain.epochs[node], chunk=meta(KEYS.index(key)))
+            ChunkPlacement(
+                node=node,
+                epoch=self.plain.epochs[node],
+                chunk=msgspec.structs.replace(
+                    meta(KEYS.index(key)), tier=Tier.SSD if node in self.plain.on_ssd[key] else Tier.DRAM
+                ),
+            )
             for key, nodes in self.plain.holders.items()
             for node in nodes
         ]
@@ -75,8 +89,14 @@ class IndexMachine(RuleBasedStateMachine):
 
     @rule(numbers=some_numbers)
     def a_prompt_is_matched(self, numbers: list[int]) -> None:
-        keys = [KEYS[number] for number in numbers]
-        assert self.index.match(keys, self.live).holders == self.plain.match(keys, self.live)
+        self.is_as_plain([KEYS[number] for number in numbers])
+
+    def is_as_plain(self, keys: list[ChunkKey]) -> None:
+        match, on_ssd = self.index.match(keys, self.live), self.plain.matched_on_ssd(keys, self.live)
+        assert match.holders == self.plain.match(keys, self.live)
+        assert list(match.on_ssd) == on_ssd or (match.on_ssd == () and not any(on_ssd))
+        for node in NODES[:3]:
+            assert match.num_on_ssd(node) == sum(node in nodes for nodes in on_ssd)
 
     @invariant()
     def it_says_what_the_plain_one_says(self) -> None:
@@ -84,7 +104,7 @@ class IndexMachine(RuleBasedStateMachine):
         assert dict(self.index.epochs) == self.plain.epochs
         for key in KEYS:
             assert self.index.nodes_of(key) == self.plain.holders.get(key, set())
-        assert self.index.match(KEYS, self.live).holders == self.plain.match(KEYS, self.live)
+        self.is_as_plain(KEYS)
         assert self.index.num_sets <= len(self.plain.holders) + 1 + self.index.num_orphans
 
 

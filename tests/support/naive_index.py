@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from halfmoon.schemas.chunks import ChunkEvent, ChunkEvicted, ChunkRegistered
+from halfmoon.schemas.chunks import ChunkEvent, ChunkEvicted, ChunkRegistered, Tier
 from halfmoon.schemas.ids import ChunkKey, NodeId
 
 
@@ -36,6 +36,7 @@ class PlainIndex:
 
     def __init__(self) -> None:
         self.holders: dict[ChunkKey, set[NodeId]] = {}
+        self.on_ssd: dict[ChunkKey, set[NodeId]] = {}
         self.epochs: dict[NodeId, int] = {}
 
     def apply(self, event: ChunkEvent) -> None:
@@ -49,6 +50,8 @@ class PlainIndex:
         if isinstance(event, ChunkRegistered):
             for chunk in event.chunks:
                 self.holders.setdefault(chunk.key, set()).add(event.node)
+                below = self.on_ssd.setdefault(chunk.key, set())
+                (below.add if chunk.tier is Tier.SSD else below.discard)(event.node)
         if isinstance(event, ChunkEvicted):
             for key in event.keys:
                 self._take(event.node, key)
@@ -63,7 +66,12 @@ class PlainIndex:
             found.append(frozenset(nodes))
         return tuple(found)
 
+    def matched_on_ssd(self, keys: Sequence[ChunkKey], live: Mapping[NodeId, int]) -> list[frozenset[NodeId]]:
+        matched = self.match(keys, live)
+        return [nodes & self.on_ssd.get(key, set()) for key, nodes in zip(keys, matched, strict=False)]
+
     def _take(self, node: NodeId, key: ChunkKey) -> None:
+        self.on_ssd.get(key, set()).discard(node)
         nodes = self.holders.get(key, set())
         nodes.discard(node)
         if not nodes:

@@ -3,6 +3,7 @@
 request ─ admit ─▶ Rejection, or Candidates (one model card, its workers) ─ Policy.rank ─▶ Plan
 """
 
+import itertools
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -86,13 +87,16 @@ def max_tokens(requested: int | None, num_prompt_tokens: int, limit_tokens: int)
 
 
 def sources(match: Match, num_reused: int, node: NodeId, cluster: Cluster) -> tuple[tuple[ChunkSource, ...], ...]:
-    """For each chunk to reuse, where it is: on the prefill worker's own node first."""
+    """For each chunk to reuse, where it is: on the prefill worker's own node first, then in memory before SSDs."""
+
+    def ordered(holders: frozenset[NodeId], on_ssd: frozenset[NodeId]) -> list[NodeId]:
+        return sorted(holders, key=lambda holder: (holder != node, holder in on_ssd, holder))
+
     return tuple(
-        tuple(
-            ChunkSource(node=holder, epoch=cluster.nodes[holder])
-            for holder in sorted(holders, key=lambda holder: (holder != node, holder))[:MAX_SOURCES]
+        tuple(ChunkSource(node=holder, epoch=cluster.nodes[holder]) for holder in ordered(*each)[:MAX_SOURCES])
+        for each in itertools.islice(
+            itertools.zip_longest(match.holders, match.on_ssd, fillvalue=frozenset()), num_reused
         )
-        for holders in match.holders[:num_reused]
     )
 
 

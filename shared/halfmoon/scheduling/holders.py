@@ -30,6 +30,8 @@ class HolderSets:
         """By bit, of either kind."""
         self._ssd = 0
         """All bits that say `on the SSD`."""
+        self._by_ssd_mask: dict[int, frozenset[NodeId]] = {}
+        """What such bits, of trusted nodes, are called."""
         self._masks: list[int] = [0]
         self._num_chunks: list[int] = [0]
         self._numbers: dict[int, int] = {0: NOBODY}
@@ -88,6 +90,7 @@ class HolderSets:
             del self._nodes[each]
         self._trusted &= ~bits
         self._ssd &= ~bits
+        self._by_ssd_mask.clear()
         for number, mask in enumerate(self._masks):
             if mask & bits:
                 if self._numbers.get(mask) == number:
@@ -104,12 +107,24 @@ class HolderSets:
         """From now on `visible` names these nodes only."""
         self._trusted_nodes = nodes
         self._trusted = sum(bit for bit, node in self._nodes.items() if node in nodes)
+        self._by_ssd_mask.clear()
         self._visible = [_NONE] * len(self._masks)
 
     def visible(self, numbers: Sequence[int]) -> tuple[frozenset[NodeId], ...]:
         """The trusted nodes of each set, up to the first that has none."""
         found = tuple(map(self._visible.__getitem__, numbers))
         return found if all(found) else tuple(takewhile(bool, map(self._reveal, numbers)))
+
+    def on_ssd(self, numbers: Sequence[int]) -> tuple[frozenset[NodeId], ...]:
+        """For each set those of its trusted nodes that have the chunk on the SSD only; empty where no node has any."""
+        bits = self._trusted & self._ssd
+        return tuple(self._ssd_nodes(self._masks[number] & bits) for number in numbers) if bits else ()
+
+    def _ssd_nodes(self, mask: int) -> frozenset[NodeId]:
+        nodes = self._by_ssd_mask.get(mask)
+        if nodes is None:
+            nodes = self._by_ssd_mask[mask] = frozenset(self._named(mask))
+        return nodes
 
     def _reveal(self, number: int) -> frozenset[NodeId]:
         nodes = self._visible[number] = frozenset(self._named(self._masks[number] & self._trusted))

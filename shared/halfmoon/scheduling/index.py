@@ -11,7 +11,15 @@ from typing import Final, assert_never
 
 from halfmoon.scheduling.holders import NOBODY, HolderSets
 from halfmoon.scheduling.runs import ChunkRuns
-from halfmoon.schemas.chunks import ChunkEvent, ChunkEvicted, ChunkMeta, ChunkPlacement, ChunkRegistered, NodeCleared
+from halfmoon.schemas.chunks import (
+    ChunkEvent,
+    ChunkEvicted,
+    ChunkMeta,
+    ChunkPlacement,
+    ChunkRegistered,
+    NodeCleared,
+    Tier,
+)
 from halfmoon.schemas.ids import ChunkKey, NodeId
 
 _SWEEP_SHARE: Final = 8
@@ -25,6 +33,8 @@ class Match:
 
     holders: tuple[frozenset[NodeId], ...] = ()
     """For chunk 0, 1, …: the live nodes that hold it; never empty."""
+    on_ssd: tuple[frozenset[NodeId], ...] = ()
+    """For the same chunks: those of the holders that have it on the SSD only. Empty where no node has an SSD tier."""
 
     def __len__(self) -> int:
         return len(self.holders)
@@ -39,6 +49,10 @@ class Match:
     def num_held(self, node: NodeId) -> int:
         """Chunks of the prefix that `node` holds, wherever they are in it."""
         return sum(node in nodes for nodes in self.holders)
+
+    def num_on_ssd(self, node: NodeId) -> int:
+        """Of these, how many it would have to read from its SSD."""
+        return sum(node in nodes for nodes in self.on_ssd)
 
 
 class ChunkIndex:
@@ -116,7 +130,9 @@ class ChunkIndex:
             self._live = dict(live)
             trusted = frozenset(node for node, epoch in live.items() if self._epochs.get(node) == epoch)
             self._sets.trust(trusted)
-        return Match(self._sets.visible(self._numbers.along(keys)))
+        numbers = self._numbers.along(keys)
+        holders = self._sets.visible(numbers)
+        return Match(holders, self._sets.on_ssd(numbers[: len(holders)]))
 
     def _enter(self, node: NodeId, epoch: int) -> bool:
         """Whether an event of this epoch counts. A newer one empties the node first."""
@@ -131,7 +147,8 @@ class ChunkIndex:
         return True
 
     def _put(self, node: NodeId, chunk: ChunkMeta) -> None:
-        number = self._sets.including(self._numbers.get(chunk.key, NOBODY), node)
+        on_ssd = chunk.tier is Tier.SSD
+        number = self._sets.including(self._numbers.get(chunk.key, NOBODY), node, on_ssd=on_ssd)
         self._numbers.put(chunk.key, number, chunk.parent)
 
     def _take(self, node: NodeId, key: ChunkKey) -> None:
