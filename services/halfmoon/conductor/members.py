@@ -4,11 +4,16 @@ A heartbeat is up to 250 ms old. Every conductor hears every half that any of th
 once; otherwise a burst would all go to the worker that looked free when it began.
 """
 
+from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import assert_never
 
+import msgspec
+
 from halfmoon.scheduling.cluster import Cluster, WorkerLoad
+from halfmoon.scheduling.costs.traffic import Traffic
+from halfmoon.scheduling.estimates import token_pairs
 from halfmoon.scheduling.replication import Pool
 from halfmoon.schemas.ids import ModelName, NodeId, RequestId, WorkerId
 from halfmoon.schemas.members import (
@@ -34,6 +39,9 @@ class _Sent:
     """Work that no heartbeat shows yet."""
 
     compute_tokens: int
+    compute_pairs: float
+    context_tokens: int
+    """Of a decode half: its prompt."""
     kv_tokens: int
     at_s: float
 
@@ -45,6 +53,8 @@ class _Worker:
     num_beats: int = 0
     sent: dict[RequestId, _Sent] = field(default_factory=dict)
     ended: set[RequestId] = field(default_factory=set)
+    load: WorkerLoad | None = None
+    """As worked out last, until something changes."""
 
     def hear(self, beat: WorkerHeartbeat, now_s: float) -> None:
         shown = {progress.request_id for progress in beat.requests}
@@ -54,11 +64,21 @@ class _Worker:
             if request_id not in shown and now_s - sent.at_s < HEARTBEAT_LAG_S
         }
         self.ended.clear()
+        self.load = None
         self.beat = beat
         self.heard_s = now_s
         self.num_beats += 1
 
-    def load(self, card: ModelCard) -> WorkerLoad:
+    def shown(self) -> WorkerLoad | None:
+        """Its load, where it takes work."""
+        card = self.beat.card
+        if self.beat.state is not MemberState.SERVING or card is None:
+            return None
+        if self.load is None:
+            self.load = self._load(card)
+        return self.load
+
+    def _load(self, card: ModelCard) -> WorkerLoad:
         beat = self.beat
         room = max(0, beat.max_requests - beat.num_running)
         return WorkerLoad(
@@ -70,6 +90,8 @@ class _Worker:
             num_waiting=beat.num_waiting + max(0, len(self.sent) - room),
             max_requests=beat.max_requests,
             queued_tokens=beat.queued_tokens + sum(sent.compute_tokens for sent in self.sent.values()),
+            queued_pairs=beat.queued_pairs + sum(sent.compute_pairs for sent in self.sent.values()),
+            context_tokens=beat.context_tokens + sum(sent.context_tokens for sent in self.sent.values()),
             free_tokens=max(0, beat.free_tokens - sum(sent.kv_tokens for sent in self.sent.values())),
             total_tokens=beat.total_tokens,
             prefill_tokens_per_s=beat.prefill_tokens_per_s,
@@ -84,6 +106,11 @@ class Members:
         self._workers: dict[WorkerId, _Worker] = {}
         self._nodes: dict[NodeId, tuple[NodeHeartbeat, float]] = {}
         self._models: dict[ModelName, ModelCard] = {}
+        self.traffic = Traffic()
+        self._cluster: Cluster | None = None
+        """As worked out last, until something changes."""
+        self._places: Cluster | None = None
+        """The same without workers, until something of a node changes."""
         self._conductors: dict[WorkerId, float] = {}
         """When each was last heard."""
 
@@ -93,9 +120,11 @@ class Members:
             case WorkerHeartbeat():
                 return self._hear_worker(heartbeat, now_s)
             case NodeHeartbeat():
+                self._places = self._cluster = None
                 known = self._nodes.get(heartbeat.node)
                 if (known is None or known[0].epoch <= heartbeat.epoch) and len(self._nodes) < MAX_MEMBERS:
                     self._nodes[heartbeat.node] = (heartbeat, now_s)
+                    self.traffic.hear(heartbeat.node, heartbeat.receiving, now_s)
                 return None
             case ServiceHeartbeat():
                 if heartbeat.service == _CONDUCTOR and heartbeat.state is MemberState.SERVING:
@@ -106,12 +135,20 @@ class Members:
             case Goodbye():
                 self._conductors.pop(heartbeat.worker, None)
                 for node in [node for node, (beat, _) in self._nodes.items() if beat.worker == heartbeat.worker]:
-                    del self._nodes[node]
+                    self._forget_node(node)
+                self._cluster = None
                 return heartbeat.worker if self._workers.pop(heartbeat.worker, None) is not None else None
             case _ as unreachable:
                 assert_never(unreachable)
 
+    def _forget_node(self, node: NodeId) -> None:
+        del self._nodes[node]
+        self.traffic.forget(node)
+        self._places = self._cluster = None
+
     def _hear_worker(self, beat: WorkerHeartbeat, now_s: float) -> WorkerId | None:
+        beat = self._known_card(beat)
+        self._cluster = None
         if beat.card is not None and beat.state is not MemberState.LOADING:
             self._models[beat.card.name] = beat.card
         known = self._workers.get(beat.worker)
@@ -127,40 +164,59 @@ class Members:
     def expire(self, now_s: float) -> list[WorkerId]:
         """Forget those that are overdue; the workers among them."""
         for node in [node for node, (_, at_s) in self._nodes.items() if now_s - at_s > MEMBER_LOST_AFTER_S]:
-            del self._nodes[node]
+            self._forget_node(node)
         for conductor in [each for each, at_s in self._conductors.items() if now_s - at_s > MEMBER_LOST_AFTER_S]:
             del self._conductors[conductor]
         lost = [worker for worker, known in self._workers.items() if now_s - known.heard_s > MEMBER_LOST_AFTER_S]
         for worker in lost:
             del self._workers[worker]
+            self._cluster = None
         return lost
 
     def sent_prefill(self, worker: WorkerId, half: PrefillHalf, now_s: float) -> None:
-        card = self.card_of(worker)
-        reused = max(len(half.reuse), half.num_hot) * card.chunk_tokens if card is not None else 0
-        self._sent(worker, half.request_id, max(1, len(half.tokens) - reused), len(half.tokens), now_s)
+        known = self._workers.get(worker)
+        if known is None or known.beat.card is None:
+            return
+        card, num_tokens = known.beat.card, len(half.tokens)
+        reused = min(num_tokens - 1, max(len(half.reuse), half.num_hot) * card.chunk_tokens)
+        sent = _Sent(num_tokens - reused, token_pairs(num_tokens, reused), 0, num_tokens, now_s)
+        self._sent(known, half.request_id, sent)
+        pulled: Counter[NodeId] = Counter()
+        for sources in half.reuse[half.num_hot :]:
+            if sources and sources[0].node != known.beat.node:
+                pulled[sources[0].node] += card.payload_bytes(card.chunk_tokens)
+        if pulled:
+            self.traffic.asked(known.beat.node, pulled, now_s)
 
     def sent_decode(self, worker: WorkerId, half: DecodeHalf, now_s: float) -> None:
-        card = self.card_of(worker)
-        hot = half.num_hot * card.chunk_tokens if card is not None else 0
-        computes = max(1, len(half.tokens) - hot) if half.prefill_worker is None else 1
-        kv_tokens = len(half.tokens) + (half.sampling.max_tokens or 0)
-        self._sent(worker, half.request_id, computes, kv_tokens, now_s)
-
-    def _sent(self, worker: WorkerId, request_id: RequestId, compute_tokens: int, kv_tokens: int, now_s: float) -> None:
         known = self._workers.get(worker)
-        if known is not None and all(progress.request_id != request_id for progress in known.beat.requests):
-            known.sent[request_id] = _Sent(compute_tokens, kv_tokens, now_s)
+        if known is None or known.beat.card is None:
+            return
+        num_tokens = len(half.tokens)
+        done = num_tokens - 1
+        if half.prefill_worker is None:
+            done = min(done, half.num_hot * known.beat.card.chunk_tokens)
+        kv_tokens = num_tokens + (half.sampling.max_tokens or 0)
+        sent = _Sent(num_tokens - done, token_pairs(num_tokens, done), num_tokens, kv_tokens, now_s)
+        self._sent(known, half.request_id, sent)
+
+    def _sent(self, known: _Worker, request_id: RequestId, sent: _Sent) -> None:
+        if all(progress.request_id != request_id for progress in known.beat.requests):
+            known.sent[request_id] = sent
+            self._changed(known)
 
     def refused(self, worker: WorkerId, request_id: RequestId) -> None:
         """It didn't take the half after all."""
         known = self._workers.get(worker)
-        if known is not None:
-            known.sent.pop(request_id, None)
+        if known is not None and known.sent.pop(request_id, None) is not None:
+            self._changed(known)
 
     def half_ended(self, ended: HalfEnded) -> None:
         known = self._workers.get(ended.worker)
-        if known is None or known.sent.pop(ended.request_id, None) is not None:
+        if known is None:
+            return
+        self._changed(known)
+        if known.sent.pop(ended.request_id, None) is not None:
             return
         if any(progress.request_id == ended.request_id for progress in known.beat.requests):
             known.ended.add(ended.request_id)
@@ -204,12 +260,29 @@ class Members:
         }
 
     def cluster(self) -> Cluster:
-        workers = tuple(
-            known.load(known.beat.card)
-            for known in self._workers.values()
-            if known.beat.state is MemberState.SERVING and known.beat.card is not None
+        """What was worked out before is used again, as far as nothing has changed: this is asked for each request."""
+        if self._cluster is None:
+            if self._places is None:
+                self._places = self._look_at_nodes()
+            loads = tuple(load for known in self._workers.values() if (load := known.load or known.shown()) is not None)
+            self._cluster = replace(self._places, workers=loads, models=self._models)
+        return self._cluster
+
+    def _look_at_nodes(self) -> Cluster:
+        beats = {node: beat for node, (beat, _) in self._nodes.items()}
+        return Cluster(
+            (),
+            {node: beat.epoch for node, beat in beats.items() if beat.state is not MemberState.LOADING},
+            {},
+            {node: beat.labels for node, beat in beats.items() if beat.labels},
+            {node: beat.queued_transfers for node, beat in beats.items() if beat.queued_transfers},
         )
-        nodes = {node: beat.epoch for node, (beat, _) in self._nodes.items() if beat.state is not MemberState.LOADING}
-        labels = {node: beat.labels for node, (beat, _) in self._nodes.items() if beat.labels}
-        transfers = {node: beat.queued_transfers for node, (beat, _) in self._nodes.items() if beat.queued_transfers}
-        return Cluster(workers, nodes, dict(self._models), labels, transfers)
+
+    def _changed(self, known: _Worker) -> None:
+        known.load = None
+        self._cluster = None
+
+    def _known_card(self, beat: WorkerHeartbeat) -> WorkerHeartbeat:
+        """The heartbeat with the card that is known already, where it is the same: then equal cards are one object."""
+        card = self._models.get(beat.card.name) if beat.card is not None else None
+        return msgspec.structs.replace(beat, card=card) if card is not None and card == beat.card else beat
