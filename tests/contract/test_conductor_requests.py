@@ -214,8 +214,10 @@ async def test_a_busy_decode_worker_is_passed_over(open_stage: OpenStage) -> Non
     assert len(second.decodes) == 4
 
 
-async def test_when_all_decode_workers_are_busy_the_client_is_turned_away(open_stage: OpenStage) -> None:
-    stage = await open_stage()
+async def test_when_all_decode_workers_are_busy_and_nobody_may_wait_the_client_is_turned_away(
+    open_stage: OpenStage,
+) -> None:
+    stage = await open_stage(max_waiting=0)
     stage.workers["d1"].answer = BUSY
     await stage.client.submit(request())
     await until(lambda: bool(stage.client.events))
@@ -226,7 +228,7 @@ async def test_when_all_decode_workers_are_busy_the_client_is_turned_away(open_s
 
 
 async def test_long_queues_are_not_lengthened(open_stage: OpenStage) -> None:
-    stage = await open_stage(max_waiting_per_worker=8)
+    stage = await open_stage(max_waiting_per_worker=8, max_waiting=0)
     stage.workers["p1"].num_waiting = 8
     await stage.workers["p1"].beat()
     await until(

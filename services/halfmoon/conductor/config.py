@@ -6,6 +6,8 @@ from msgspec import Meta, field
 
 from halfmoon.config import CommonConfig
 from halfmoon.scheduling.policies import PolicyName
+from halfmoon.scheduling.service_class import ServiceClass, check_classes, default_classes
+from halfmoon.scheduling.slo import AdmissionName
 
 
 class ConductorConfig(CommonConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -26,6 +28,32 @@ class ConductorConfig(CommonConfig, frozen=True, kw_only=True, forbid_unknown_fi
             "it tunes itself, by how even the prefill workers' queues are."
         ),
     ] = None
+    admission: Annotated[
+        AdmissionName,
+        Meta(
+            description="By which load a class's limits are judged: `predictive` by that at the time when a request "
+            "would begin to generate, `early` by that of the moment; `none`: not at all."
+        ),
+    ] = AdmissionName.PREDICTIVE
+    classes: Annotated[
+        dict[str, ServiceClass],
+        Meta(
+            description="Classes of service, as JSON: of each, `ttft_s` and `tbt_s`, the limits that it promises (none "
+            "unless given); `weight`, its share where several wait; `priority` in workers' lines."
+        ),
+    ] = field(default_factory=default_classes)
+    tenant_weights: Annotated[
+        dict[str, float],
+        Meta(description="Tenant to weight, as JSON: its share where several wait. The others' weight is 1."),
+    ] = field(default_factory=dict)
+    max_waiting: Annotated[
+        int,
+        Meta(
+            description="Requests for one model that wait in one conductor for a worker with room; of more, those of "
+            "whoever has most are turned away.",
+            ge=0,
+        ),
+    ] = 512
     listen_first_s: Annotated[
         float, Meta(description="How long to hear heartbeats at start before the first request is taken.", ge=0)
     ] = 0.5
@@ -51,11 +79,16 @@ class ConductorConfig(CommonConfig, frozen=True, kw_only=True, forbid_unknown_fi
         int, Meta(description="How often, at most, one request moves to other workers when its own are lost.", ge=0)
     ] = 3
     max_in_flight: Annotated[
-        int, Meta(description="Requests that one conductor watches at a time; more wait in the broker.", ge=1)
+        int, Meta(description="Requests that one conductor has on workers at a time; more wait in it.", ge=1)
     ] = 512
     max_waiting_per_worker: Annotated[
-        int, Meta(description="A worker with this many requests in its queue gets no more for now.", ge=1)
-    ] = 64
+        int,
+        Meta(
+            description="A worker with this many requests in its line gets no more for now; they wait in the "
+            "conductor, in fair order.",
+            ge=1,
+        ),
+    ] = 8
     pull_bytes_per_s: Annotated[
         float, Meta(description="Expected speed of a KV pull between nodes, to weigh it against computing.", gt=0)
     ] = 1e9
@@ -69,6 +102,43 @@ class ConductorConfig(CommonConfig, frozen=True, kw_only=True, forbid_unknown_fi
         dict[str, str],
         Meta(description="Tenant to salt, as JSON. Tenants with one salt share KV; the default is the tenant's id."),
     ] = field(default_factory=dict)
+    max_replicas: Annotated[
+        int, Meta(description="Copies of a chunk, in all, that demand can bring about. 1: none beside the first.", ge=1)
+    ] = 3
+    uses_per_copy: Annotated[
+        float,
+        Meta(
+            description="Uses of a chunk that one copy is to serve: beyond, there is to be another. A use counts half "
+            "after demand_half_life_s.",
+            gt=0,
+        ),
+    ] = 8.0
+    demand_half_life_s: Annotated[
+        float, Meta(description="Time in which the count of a chunk's uses halves.", gt=0)
+    ] = 60.0
+    pin_replicas: Annotated[
+        int, Meta(description="Copies of a pinned chunk, in all, however rarely it is used. 1: what there is.", ge=1)
+    ] = 2
+    replicate_every_s: Annotated[
+        float, Meta(description="How often it is looked which prefixes should have another copy.", gt=0)
+    ] = 1.0
+    replication_bytes_per_s: Annotated[
+        float, Meta(description="Bytes a second, at most, of copies that any one node is told to bring.", gt=0)
+    ] = 100e6
+    prefetch_confidence: Annotated[
+        float,
+        Meta(
+            description="Chunks that follow a prompt's prefix at least this often are brought to where it is computed. "
+            "1: never.",
+            gt=0,
+            le=1,
+        ),
+    ] = 1.0
     snapshot_timeout_s: Annotated[
         float, Meta(description="How long the registry may take for one page of its snapshot.", gt=0)
     ] = 2.0
+
+    def __post_init__(self) -> None:
+        check_classes(self.classes)
+        if any(weight <= 0 for weight in self.tenant_weights.values()):
+            raise ValueError("tenant_weights: a weight must be above 0")

@@ -14,15 +14,16 @@ import structlog
 from halfmoon.bus.endpoint import announce, call
 from halfmoon.bus.errors import BusError, BusTimeout, NoResponders, RemoteError, Undecodable
 from halfmoon.bus.protocol import Bus
+from halfmoon.conductor.book import Book
 from halfmoon.conductor.flights import Flights
 from halfmoon.conductor.instruments import Instruments
 from halfmoon.conductor.members import Members
 from halfmoon.conductor.planning import Decision
-from halfmoon.conductor.requests import OpenRequest
+from halfmoon.conductor.requests import OpenRequest, class_of
 from halfmoon.conductor.state import RequestEvent
 from halfmoon.scheduling.admission import max_tokens, sources
-from halfmoon.scheduling.cluster import WorkerLoad
 from halfmoon.scheduling.contract import DecodeChoice, PrefillChoice
+from halfmoon.scheduling.slo import first_token_s
 from halfmoon.schemas import subjects
 from halfmoon.schemas.ids import WorkerId
 from halfmoon.schemas.requests import RequestCancel
@@ -62,6 +63,7 @@ class Dispatcher:
         conductor: WorkerId,
         members: Members,
         flights: Flights,
+        book: Book,
         instruments: Instruments,
         log: structlog.stdlib.BoundLogger,
         *,
@@ -72,6 +74,7 @@ class Dispatcher:
         self._conductor = conductor
         self._members = members
         self._flights = flights
+        self._book = book
         self._instruments = instruments
         self._log = log
         self._timeout_s = timeout_s
@@ -100,7 +103,7 @@ class Dispatcher:
         worker = choice.worker.worker
         prefills = decision.plan.prefills if choice.needs_prefill else ()
         prefill = prefills[0].worker.worker if prefills else None
-        half = self._decode_half(request, decision, choice.worker, choice.num_hot, prefill)
+        half = self._decode_half(request, decision, choice, prefill)
         request.decode_worker = worker
         request.decode_life = self._members.life_of(worker)
         request.last_shown_beat = self._members.num_beats(worker)
@@ -109,6 +112,7 @@ class Dispatcher:
         request.is_certain = False
         self._flights.sent_decode(worker, half)
         self._members.sent_decode(worker, half, now_s)
+        self._book.sent_decode(worker, half, now_s, is_own=True)
         answer = await self._ask(subjects.split_decode(worker), half, request, Role.DECODE)
         match answer:
             case Accepted():
@@ -118,6 +122,7 @@ class Dispatcher:
                 pass
             case Error():
                 self._members.refused(worker, request.request_id)
+                self._book.refused(request.request_id)
                 request.decode_worker = request.prefill_worker = None
         return answer
 
@@ -160,7 +165,7 @@ class Dispatcher:
             reuse=sources(decision.ask.match, choice.num_reused, choice.worker.node, decision.cluster),
             decode_worker=request.decode_worker,
             attempt=request.attempt,
-            priority=body.priority,
+            priority=request.priority,
             deadline_ns=request.submission.deadline_ns,
             num_hot=choice.num_hot,
         )
@@ -176,7 +181,8 @@ class Dispatcher:
         load = next((load for load in decision.cluster.workers if load.worker == worker), None)
         if worker is None or load is None:
             return
-        half = self._decode_half(request, decision, load, decision.ask.num_hot(worker), request.prefill_worker)
+        choice = DecodeChoice(worker=load, num_hot=decision.ask.num_hot(worker))
+        half = self._decode_half(request, decision, choice, request.prefill_worker)
         try:
             await announce(self._bus, subjects.split_decode(worker), half, headers=self._headers(request))
         except BusError as error:
@@ -206,13 +212,13 @@ class Dispatcher:
             await self._tell(subjects.split_prefill(request.prefill_worker), cancel, request)
 
     def _decode_half(
-        self, request: OpenRequest, decision: Decision, worker: WorkerLoad, num_hot: int, prefill: WorkerId | None
+        self, request: OpenRequest, decision: Decision, choice: DecodeChoice, prefill: WorkerId | None
     ) -> DecodeHalf:
         if request.transfer_id is None:
             raise ValueError("a transfer is named before its halves are sent")
         submission = request.submission
         body = submission.body
-        limit = max_tokens(body.sampling.max_tokens, len(request.tokens), worker.limit_tokens)
+        limit = max_tokens(body.sampling.max_tokens, len(request.tokens), choice.worker.limit_tokens)
         return DecodeHalf(
             request_id=request.request_id,
             transfer_id=request.transfer_id,
@@ -228,9 +234,11 @@ class Dispatcher:
             prefill_worker=prefill,
             known=self._flights.known(request.request_id),
             cached_tokens=self._flights.cached_tokens(request.request_id),
-            num_hot=num_hot,
+            num_hot=choice.num_hot,
             attempt=request.attempt,
-            priority=body.priority,
+            service_class=class_of(body),
+            begins_in_s=first_token_s(decision.plan, choice),
+            priority=request.priority,
             deadline_ns=request.submission.deadline_ns,
         )
 

@@ -8,8 +8,10 @@ import structlog
 from halfmoon.bus.codec import Decoder
 from halfmoon.bus.errors import Undecodable
 from halfmoon.bus.protocol import Bus, BusMessage, Subscription
+from halfmoon.conductor.book import Book
 from halfmoon.conductor.dispatch import HEADER_SENDER
 from halfmoon.conductor.flights import Flights
+from halfmoon.conductor.gate import Gate
 from halfmoon.conductor.hot import HotIndex
 from halfmoon.conductor.instruments import Instruments
 from halfmoon.conductor.members import Members
@@ -32,6 +34,8 @@ class Ears:
         members: Members,
         hot: HotIndex,
         flights: Flights,
+        book: Book,
+        gate: Gate,
         requests: OpenRequests,
         instruments: Instruments,
         log: structlog.stdlib.BoundLogger,
@@ -41,6 +45,8 @@ class Ears:
         self._members = members
         self._hot = hot
         self._flights = flights
+        self._book = book
+        self._gate = gate
         self._requests = requests
         self._instruments = instruments
         self._log = log
@@ -86,6 +92,9 @@ class Ears:
             why = "it said goodbye" if isinstance(heartbeat, Goodbye) else "it was restarted"
             self._log.info("worker left", worker=ended, why=why)
             self._lost(ended)
+        if isinstance(heartbeat, WorkerHeartbeat):
+            self._book.heard(heartbeat, time.monotonic())
+            self._gate.heard(heartbeat)
         if isinstance(heartbeat, WorkerHeartbeat) and heartbeat.role is not Role.PREFILL:
             self._flights.progress(heartbeat.requests)
             beat = self._members.num_beats(heartbeat.worker)
@@ -120,6 +129,7 @@ class Ears:
             case DecodeHalf():
                 self._flights.sent_decode(worker, heard)
                 self._members.sent_decode(worker, heard, time.monotonic())
+                self._book.sent_decode(worker, heard, time.monotonic(), is_own=False)
             case TransferDone():
                 self._flights.transfer_done(heard.request_id, worker)
                 request = self._requests.get(heard.request_id)
@@ -138,6 +148,8 @@ class Ears:
             return
         self._members.half_ended(ended)
         self._flights.ended(ended)
+        self._book.ended(ended, time.monotonic())
+        self._gate.wake()
         request = self._requests.get(ended.request_id)
         if request is not None:
             request.half_ended(ended)
@@ -154,6 +166,8 @@ class Ears:
 
     def _lost(self, worker: WorkerId) -> None:
         self._hot.forget(worker)
+        self._book.lost(worker)
+        self._gate.wake()
         for request in self._requests.on_worker(worker):
             request.changed.set()
 

@@ -3,10 +3,11 @@
 from collections.abc import Mapping
 
 from halfmoon.conductor.state import RequestState
+from halfmoon.scheduling.fairness import Share
 from halfmoon.schemas.ids import ModelName, TenantId, WorkerId
 from halfmoon.schemas.requests import Usage
 from halfmoon.tracing.metrics import Metrics
-from halfmoon.tracing.tenants import TenantCollector, TenantCounts
+from halfmoon.tracing.tenants import OTHER, TenantCollector, TenantCounts, biggest
 
 
 class Instruments:
@@ -46,6 +47,11 @@ class Instruments:
         self.alone = metrics.gauge(
             "conductor_workers_without_partner", "Workers that no worker of the other role can pass KV to or from."
         )
+        self._copies = metrics.counter(
+            "conductor_copies_ordered",
+            "Chunks that pools were told to bring, by cause and answer.",
+            ["cause", "answer"],
+        )
         self.prompt_chunks = metrics.counter("conductor_prompt_chunks", "Whole chunks of all prompts placed.")
 
         self._tenant_tokens = TenantCounts()
@@ -67,6 +73,10 @@ class Instruments:
         }
         self._tenant_tokens.add(tenant, model, amounts)
 
+    def copies_ordered(self, cause: str, answer: str, num_chunks: int) -> None:
+        if num_chunks:
+            self._copies.labels(cause, answer).inc(num_chunks)
+
     def left(self, state: RequestState) -> None:
         self._requests.labels(state.value).inc()
 
@@ -78,6 +88,14 @@ class Instruments:
 
     def waited(self, service_class: str, seconds: float) -> None:
         self._waits.labels(service_class).observe(seconds)
+
+    def waiting(self, num_waiting: Mapping[Share, int]) -> None:
+        """Of the tenants with most, by name; of the others together."""
+        self._waiting.clear()
+        named = biggest([(share.tenant, count) for share, count in num_waiting.items()])
+        for share, count in num_waiting.items():
+            tenant = share.tenant if share.tenant in named else OTHER
+            self._waiting.labels(share.service_class, tenant).inc(count)
 
     def moved(self, half: str) -> None:
         self._moves.labels(half).inc()

@@ -1,11 +1,13 @@
 """From a prompt and the state of the cluster to a plan: keys, match, admission, ranking. No I/O."""
 
+import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 from halfmoon.chunks.keys import Namespace, chunk_keys
+from halfmoon.conductor.copies import Copies
 from halfmoon.conductor.hot import HotIndex
 from halfmoon.conductor.instruments import Instruments
 from halfmoon.conductor.members import Members
@@ -13,7 +15,7 @@ from halfmoon.scheduling.admission import admit
 from halfmoon.scheduling.cluster import Cluster
 from halfmoon.scheduling.contract import Ask, Costs, Plan, Policy
 from halfmoon.scheduling.index import ChunkIndex
-from halfmoon.schemas.ids import ModelName, RequestId, TenantId
+from halfmoon.schemas.ids import ChunkKey, ModelName, RequestId, TenantId
 from halfmoon.schemas.model import ModelCard
 from halfmoon.schemas.wire import Error
 
@@ -26,10 +28,17 @@ class Decision:
     cluster: Cluster
     ask: Ask
     root: bytes
+    num_chunks: int = 0
+    """Whole chunks of the prompt."""
+    keys: tuple[ChunkKey, ...] = ()
+    """Theirs."""
 
     @property
     def card(self) -> ModelCard:
         return self.plan.card
+
+    def with_plan(self, plan: Plan) -> "Decision":
+        return self if plan is self.plan else replace(self, plan=plan)
 
     def hits(self) -> Counter[str]:
         """Chunks by where the first choice is to find them: `hbm` (hot in its engine), `local` or `remote` pools."""
@@ -57,20 +66,31 @@ class Planner:
         hot: HotIndex,
         tenant_salts: Mapping[str, str],
         instruments: Instruments,
+        copies: Copies | None = None,
     ) -> None:
         self._policy = policy
         self._costs = costs
+        self._unlimited = replace(costs, max_waiting_per_worker=sys.maxsize)
         self._members = members
         self._index = index
         self._hot = hot
         self._tenant_salts = tenant_salts
         self._instruments = instruments
+        self._copies = copies
         self._turn = 0
 
     def decide(
-        self, request_id: RequestId, model: ModelName, tenant: TenantId, tokens: tuple[int, ...], max_tokens: int | None
+        self,
+        request_id: RequestId,
+        model: ModelName,
+        tenant: TenantId,
+        tokens: tuple[int, ...],
+        max_tokens: int | None,
+        *,
+        is_admitted: bool = False,
     ) -> Decision | Error:
-        """Whom to ask for both halves; or why nobody can be asked."""
+        """Whom to ask for both halves; or why nobody can be asked. `is_admitted`: it was placed before, and waits for
+        no room in the workers' lines any more."""
         started_s = time.perf_counter()
         cluster = self._members.cluster()
         card = next((worker.card for worker in cluster.workers if worker.card.name == model), None)
@@ -80,7 +100,7 @@ class Planner:
             max_tokens=max_tokens,
             has_chunks=card is not None and has_chunks(len(tokens), card),
         )
-        candidates = admit(model, ask, cluster, self._costs)
+        candidates = admit(model, ask, cluster, self._unlimited if is_admitted else self._costs)
         if isinstance(candidates, Error):
             return candidates
         root = self.root(candidates.card, tenant)
@@ -88,12 +108,16 @@ class Planner:
         ask = replace(ask, match=self._index().match(keys, cluster.nodes), hot=self._hot.leading(keys))
         plan = self._policy.rank(ask, candidates, self._costs, self._turn)
         self._turn += 1
-        self._instruments.matched_chunks.inc(len(ask.match))
-        self._instruments.prompt_chunks.inc(len(keys))
-        decision = Decision(plan, cluster, ask, root)
-        self._instruments.planned(decision.hits())
         self._instruments.decision.observe(time.perf_counter() - started_s)
-        return decision
+        return Decision(plan, cluster, ask, root, len(keys), tuple(keys))
+
+    def carry_out(self, decision: Decision) -> None:
+        """What is now being placed by it is counted, and may be a reason for copies."""
+        self._instruments.matched_chunks.inc(len(decision.ask.match))
+        self._instruments.prompt_chunks.inc(decision.num_chunks)
+        self._instruments.planned(decision.hits())
+        if self._copies is not None:
+            self._copies.placed(decision.keys, decision.ask.match, decision.plan)
 
     def root(self, card: ModelCard, tenant: TenantId) -> bytes:
         """Root of the chunk keys: tenants share KV only where they share a salt."""

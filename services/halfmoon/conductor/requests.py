@@ -1,6 +1,7 @@
 """One request while this conductor owns it: what is decided, and what was heard of it. No effects."""
 
 import asyncio
+import time
 from collections import OrderedDict
 from collections.abc import Iterator
 from typing import TypeVar
@@ -9,9 +10,13 @@ from halfmoon.bus.protocol import Delivery
 from halfmoon.conductor.intake import Submission
 from halfmoon.conductor.state import INITIAL, TABLE, RequestEvent, RequestState
 from halfmoon.machine import Machine
+from halfmoon.scheduling.service_class import DEFAULT_CLASS
+from halfmoon.scheduling.slo import Breach
 from halfmoon.schemas.ids import RequestId, TransferId, WorkerId
 from halfmoon.schemas.model import ModelCard
+from halfmoon.schemas.requests import RequestSubmitted
 from halfmoon.schemas.splits import HalfEnded, Role
+from halfmoon.schemas.wire import Error
 from halfmoon.tracing import Context
 
 
@@ -24,6 +29,7 @@ class OpenRequest:
         """The latest one: the broker may deliver again what is open here."""
         self.context = context
         """Parent of both halves' spans."""
+        self.arrived_s = time.monotonic()
         self.machine: Machine[RequestState, RequestEvent] = Machine(TABLE, INITIAL)
         self.changed = asyncio.Event()
         self.tokens: tuple[int, ...] = ()
@@ -41,6 +47,12 @@ class OpenRequest:
         self.prefill_worker: WorkerId | None = None
         """None where prefill has ended, or there is nothing for it to do."""
         self.prefill_life: int | None = None
+        self.priority = submission.body.priority
+        """Of its halves, in workers' lines."""
+        self.turned_away: Error | None = None
+        """Why it may not wait any longer."""
+        self.breach: Breach | None = None
+        """The limit of its class that it would have broken."""
         self.cancel_reason: str | None = None
         self.is_cancel_sent = False
         self.late_since_ns: int | None = None
@@ -61,10 +73,22 @@ class OpenRequest:
         """How the decode worker ended the request, once it has."""
         return self._decode_ends.get(self.decode_worker) if self.decode_worker is not None else None
 
+    async def wait(self, timeout_s: float) -> None:
+        """Until somebody has told something, or so long."""
+        try:
+            async with asyncio.timeout(max(0.0, timeout_s)):
+                await self.changed.wait()
+        except TimeoutError:
+            return
+
     def cancel(self, reason: str) -> None:
         if self.cancel_reason is None:
             self.cancel_reason = reason
             self.changed.set()
+
+    def turn_away(self, error: Error) -> None:
+        self.turned_away = error
+        self.changed.set()
 
     def hand_back(self) -> None:
         self.is_handed_back = True
@@ -89,6 +113,11 @@ class OpenRequest:
             self.last_shown_beat = beat
         if self.decode_worker is None:
             self.changed.set()
+
+
+def class_of(body: RequestSubmitted) -> str:
+    """The name of its class of service."""
+    return body.service_class or DEFAULT_CLASS
 
 
 _V = TypeVar("_V")

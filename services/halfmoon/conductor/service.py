@@ -6,11 +6,14 @@ import time
 from collections.abc import Coroutine
 
 from halfmoon.bus.errors import BusError
+from halfmoon.conductor.book import Book
 from halfmoon.conductor.config import ConductorConfig
+from halfmoon.conductor.copies import Copies
 from halfmoon.conductor.dispatch import Dispatcher
 from halfmoon.conductor.ears import Ears
 from halfmoon.conductor.flights import Flights
 from halfmoon.conductor.front import DURABLE, Front
+from halfmoon.conductor.gate import Gate
 from halfmoon.conductor.hot import HotIndex
 from halfmoon.conductor.indexer import Indexer
 from halfmoon.conductor.instruments import Instruments
@@ -21,11 +24,17 @@ from halfmoon.conductor.partners import Lonely
 from halfmoon.conductor.planning import Planner
 from halfmoon.conductor.requests import OpenRequests
 from halfmoon.conductor.speaker import Speaker
+from halfmoon.conductor.state import RequestState
 from halfmoon.conductor.texts import Texts
 from halfmoon.lifecycle import VERSION, Runtime, StartupError
 from halfmoon.scheduling.contract import Costs
+from halfmoon.scheduling.copies import CopyLimits
+from halfmoon.scheduling.demand import Demand
 from halfmoon.scheduling.estimates import Assumed
 from halfmoon.scheduling.policies import policy_named
+from halfmoon.scheduling.replication import ReplicaPlanner
+from halfmoon.scheduling.slo import Admission
+from halfmoon.scheduling.waiting import WaitingRoom
 from halfmoon.schemas import subjects
 from halfmoon.schemas.members import HEARTBEAT_INTERVAL_S, MemberState, ServiceHeartbeat
 from halfmoon.tasks import ended
@@ -49,11 +58,59 @@ class Conductor:
         self.lonely = Lonely()
         self.flights = Flights()
         self.requests = OpenRequests()
+        self.book = Book(lambda: WaitingRoom(config.classes, config.tenant_weights, config.max_waiting))
         self.indexer = Indexer(
             bus, log, live=lambda: self.members.cluster().nodes, page_timeout_s=config.snapshot_timeout_s
         )
+        self.copies = Copies(
+            bus,
+            runtime.worker_id,
+            self.members,
+            lambda: self.indexer.index if self.indexer.is_current else None,
+            ReplicaPlanner(
+                CopyLimits(
+                    max_copies=config.max_replicas,
+                    uses_per_copy=config.uses_per_copy,
+                    pinned_copies=config.pin_replicas,
+                ),
+                Demand(config.demand_half_life_s),
+                config.replication_bytes_per_s,
+            ),
+            self.instruments,
+            log,
+            prefetch_confidence=config.prefetch_confidence,
+        )
+        self._costs = Costs(
+            estimates=Assumed(
+                prefill_tokens_per_s=config.assumed_prefill_tokens_per_s, pull_bytes_per_s=config.pull_bytes_per_s
+            ),
+            max_waiting_per_worker=config.max_waiting_per_worker,
+            retry_after_s=config.retry_after_s,
+            num_choices=config.split_attempts,
+        )
+        self.gate = Gate(
+            self.book,
+            self.requests,
+            Admission(config.admission, self._costs.estimates, self.book.outlook),
+            config.classes,
+            self.instruments,
+            runtime.telemetry.tracer,
+            max_in_flight=config.max_in_flight,
+            max_waiting_per_worker=config.max_waiting_per_worker,
+            retry_after_s=config.retry_after_s,
+            is_draining=self._is_draining,
+        )
         self._ears = Ears(
-            bus, runtime.worker_id, self.members, self.hot, self.flights, self.requests, self.instruments, log
+            bus,
+            runtime.worker_id,
+            self.members,
+            self.hot,
+            self.flights,
+            self.book,
+            self.gate,
+            self.requests,
+            self.instruments,
+            log,
         )
 
     async def start(self) -> None:
@@ -70,18 +127,28 @@ class Conductor:
         try:
             service = await self._runtime.bus.add_service("halfmoon-conductor", VERSION, "Places requests on workers.")
             record = service.add_endpoint("generate", subjects.GENERATE_ALL, DURABLE)
+            await self.copies.open(service)
+            self._keep(self.copies.run(self._config.replicate_every_s), "copies")
             # Heartbeats first: a request that comes before them would be told that nobody is there.
             await asyncio.sleep(self._config.listen_first_s)
-            await front.open(record, ack_wait_s=self._config.ack_wait_s, max_in_flight=self._config.max_in_flight)
+            await front.open(
+                record,
+                ack_wait_s=self._config.ack_wait_s,
+                max_in_flight=self._config.max_in_flight + self._config.max_waiting,
+            )
         except BusError as error:
             raise StartupError(f"the conductor can't take requests: {error}") from error
         self._state = MemberState.SERVING
 
     async def drain(self) -> None:
-        """Takes no more; finishes what it owns, and hands back what takes longer than most of the time it has."""
+        """Takes no more; hands back what waits, finishes what it placed, and hands back what of that takes longer than
+        most of the time it has."""
         self._state = MemberState.DRAINING
         if self._front is None:
             return
+        for request in self.requests:
+            if request.state is RequestState.WAITING:
+                request.hand_back()
         timeout_s = self._config.drain_timeout_s
         hand_back = asyncio.get_running_loop().call_later(0.8 * timeout_s, self._hand_back)
         try:
@@ -94,6 +161,7 @@ class Conductor:
         if self._front is not None:
             await self._front.close()
         await self._ears.close()
+        await self.copies.close()
         tasks, self._tasks = self._tasks, []
         await ended(*tasks)
 
@@ -108,28 +176,22 @@ class Conductor:
 
     def _build_front(self, texts: Texts) -> Front:
         config, bus, log = self._config, self._runtime.bus, self._runtime.log
-        costs = Costs(
-            estimates=Assumed(
-                prefill_tokens_per_s=config.assumed_prefill_tokens_per_s, pull_bytes_per_s=config.pull_bytes_per_s
-            ),
-            max_waiting_per_worker=config.max_waiting_per_worker,
-            retry_after_s=config.retry_after_s,
-            num_choices=config.split_attempts,
-        )
         planner = Planner(
             policy_named(config.policy, balancing_threshold=config.balancing_threshold),
-            costs,
+            self._costs,
             self.members,
             lambda: self.indexer.index,
             self.hot,
             config.tenant_salts,
             self.instruments,
+            self.copies,
         )
         dispatcher = Dispatcher(
             bus,
             self._runtime.worker_id,
             self.members,
             self.flights,
+            self.book,
             self.instruments,
             log,
             timeout_s=config.split_timeout_s,
@@ -140,6 +202,7 @@ class Conductor:
             Parts(
                 config=config,
                 planner=planner,
+                gate=self.gate,
                 dispatcher=dispatcher,
                 members=self.members,
                 flights=self.flights,
@@ -177,6 +240,7 @@ class Conductor:
             self._ears.expire_members()
             self.instruments.index_chunks.set(len(self.indexer.index))
             self.instruments.hot(self.hot.num_chunks())
+            self.instruments.waiting(self.book.waiting())
             self._look_for_lonely_workers()
 
     def _look_for_lonely_workers(self) -> None:

@@ -4,10 +4,10 @@
 decode worker does, and tells the conductor with `HalfEnded`. The conductor speaks again only where that worker can't:
 it is lost, or silent past the deadline. So each way out of the table below has one speaker:
 
-    received, placing ─ fail, cancel ─▶ the conductor
-    running           ─ finish ───────▶ the decode worker, already (also where it failed, or was cancelled)
-    running           ─ fail, cancel ─▶ the conductor: that worker is lost and nobody takes over, or it is stuck
-    any               ─ hand back ────▶ nobody yet: the next conductor, which gets the request redelivered
+    received, waiting, placing ─ fail, cancel ─▶ the conductor
+    running ─ finish ─────────────────────────▶ the decode worker, already (also where it failed, or was cancelled)
+    running ─ fail, cancel ───────────────────▶ the conductor: that worker is lost and nobody takes over, or it is stuck
+    any     ─ hand back ──────────────────────▶ nobody yet: the next conductor, which gets the request redelivered
 """
 
 from enum import Enum
@@ -17,6 +17,8 @@ from halfmoon.machine import Table
 
 class RequestState(Enum):
     RECEIVED = "received"
+    WAITING = "waiting"
+    """No worker has room for it yet, or others come first."""
     PLACING = "placing"
     """A plan exists; workers are being asked."""
     RUNNING = "running"
@@ -28,6 +30,7 @@ class RequestState(Enum):
 
 
 class RequestEvent(Enum):
+    WAIT = "wait"
     PLACE = "place"
     ACCEPT = "accept"
     """A decode worker took it; or doesn't answer, and so may have."""
@@ -46,12 +49,18 @@ class RequestEvent(Enum):
 INITIAL = RequestState.RECEIVED
 
 TABLE: Table[RequestState, RequestEvent] = {
+    (RequestState.RECEIVED, RequestEvent.WAIT): RequestState.WAITING,
     (RequestState.RECEIVED, RequestEvent.PLACE): RequestState.PLACING,
     (RequestState.RECEIVED, RequestEvent.ADOPT): RequestState.RUNNING,
     (RequestState.RECEIVED, RequestEvent.FAIL): RequestState.FAILED,
     (RequestState.RECEIVED, RequestEvent.CANCEL): RequestState.CANCELLED,
     (RequestState.RECEIVED, RequestEvent.HAND_BACK): RequestState.HANDED_BACK,
+    (RequestState.WAITING, RequestEvent.PLACE): RequestState.PLACING,
+    (RequestState.WAITING, RequestEvent.FAIL): RequestState.FAILED,
+    (RequestState.WAITING, RequestEvent.CANCEL): RequestState.CANCELLED,
+    (RequestState.WAITING, RequestEvent.HAND_BACK): RequestState.HANDED_BACK,
     (RequestState.PLACING, RequestEvent.ACCEPT): RequestState.RUNNING,
+    (RequestState.PLACING, RequestEvent.WAIT): RequestState.WAITING,
     (RequestState.PLACING, RequestEvent.FAIL): RequestState.FAILED,
     (RequestState.PLACING, RequestEvent.CANCEL): RequestState.CANCELLED,
     (RequestState.RUNNING, RequestEvent.RESPLIT): RequestState.RUNNING,

@@ -15,6 +15,8 @@ from halfmoon.schemas.ids import RequestId, WorkerId
 
 MAX_DURATIONS = 512
 """Decodes remembered for how long they took."""
+MAX_UNSHOWN = 8
+"""A decode that has not begun, and that so many heartbeats of its worker don't name, never reached it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +33,8 @@ class _Decode:
     context_tokens: int
     begins_s: float
     has_begun: bool = False
+    num_unshown: int = 0
+    """Heartbeats of its worker, in a row, that did not name it."""
 
 
 class Durations:
@@ -117,13 +121,19 @@ class Outlook:
         known is, from now on.
         """
         there = self._on.get(worker, {})
-        for request_id in [each for each, decode in there.items() if decode.has_begun and each not in num_tokens]:
-            self.dropped(request_id)
+        for request_id in [each for each in there if each not in num_tokens]:
+            decode = there[request_id]
+            decode.num_unshown += 1
+            if decode.has_begun or decode.num_unshown > MAX_UNSHOWN:
+                self.dropped(request_id)
         for request_id, num_generated in num_tokens.items():
-            if request_id not in self._decodes:
-                self._add(worker, request_id, _Decode(worker, 0, now_s))
-            if num_generated:
-                self.began(request_id, now_s)
+            known = self._decodes.get(request_id)
+            if known is None:
+                known = self._add(worker, request_id, _Decode(worker, 0, now_s))
+            if known.worker == worker:
+                known.num_unshown = 0
+                if num_generated:
+                    self.began(request_id, now_s)
 
     def now(self, worker: WorkerId) -> Batch:
         """What generates now. What waits for its KV isn't counted: that is how admission by it errs."""
@@ -146,6 +156,7 @@ class Outlook:
         begins_s = max(decode.begins_s, now_s)
         return self.durations.survival(0.0, when_s - begins_s) if begins_s <= when_s else 0.0
 
-    def _add(self, worker: WorkerId, request_id: RequestId, decode: _Decode) -> None:
+    def _add(self, worker: WorkerId, request_id: RequestId, decode: _Decode) -> _Decode:
         self._decodes[request_id] = decode
         self._on.setdefault(worker, {})[request_id] = decode
+        return decode

@@ -21,6 +21,7 @@ TRANSFER_ID: Final = "halfmoon.transfer_id"
 NODE: Final = "halfmoon.node"
 WORKER: Final = "halfmoon.worker"
 TENANT: Final = "halfmoon.tenant"
+SERVICE_CLASS: Final = "halfmoon.service_class"
 TTFT_MS: Final = "halfmoon.ttft_ms"
 """Float, on `gateway.request`: from the request's arrival to its first token's departure. The only TTFT there is."""
 
