@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import structlog
 
-from halfmoon.bus.endpoint import Envelope, call, serve
+from halfmoon.bus.endpoint import Endpoint, Envelope, call, serve
 from halfmoon.bus.errors import BusError, RemoteError
 from halfmoon.bus.protocol import Bus, ServiceRecord
 from halfmoon.conductor.instruments import Instruments
@@ -39,7 +39,7 @@ _AT_ONCE = 8
 
 
 class Copies:
-    """Owns orders under way. Its owner runs `run`; `close` ends what is being sent."""
+    """Owns orders under way. Its owner opens it, runs `run`, and closes it."""
 
     def __init__(
         self,
@@ -66,17 +66,13 @@ class Copies:
         self._pinned = pinned
         self._continuations = Continuations()
         self._sending: set[asyncio.Task[None]] = set()
+        self._endpoint: Endpoint | None = None
 
-    async def serve(self, record: ServiceRecord) -> None:
-        endpoint = record.add_endpoint("surplus", subjects.SURPLUS, _QUEUE)
-        await serve(
-            self._bus,
-            subjects.SURPLUS,
-            AskSurplus,
-            self.surplus,
-            queue=_QUEUE,
-            concurrency=_AT_ONCE,
-            record=endpoint,
+    async def open(self, record: ServiceRecord) -> None:
+        """Answer pools from now on. Raises `BusError`."""
+        counted = record.add_endpoint("surplus", subjects.SURPLUS, _QUEUE)
+        self._endpoint = await serve(
+            self._bus, subjects.SURPLUS, AskSurplus, self.surplus, queue=_QUEUE, concurrency=_AT_ONCE, record=counted
         )
 
     async def run(self, every_s: float) -> None:
@@ -86,6 +82,10 @@ class Copies:
             self.look(time.monotonic())
 
     async def close(self) -> None:
+        """Idempotent."""
+        endpoint, self._endpoint = self._endpoint, None
+        if endpoint is not None:
+            await endpoint.unsubscribe()
         await ended(*self._sending)
 
     def placed(self, keys: Sequence[ChunkKey], match: Match, plan: Plan) -> None:
