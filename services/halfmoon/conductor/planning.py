@@ -41,7 +41,8 @@ class Decision:
         return self if plan is self.plan else replace(self, plan=plan)
 
     def hits(self) -> Counter[str]:
-        """Chunks by where the first choice is to find them: `hbm` (hot in its engine), `local` or `remote` pools."""
+        """Chunks by where the first choice is to find them: `hbm` (hot in its engine), the memory of its node's pool
+        (`local`), its `ssd`, or `remote` pools."""
         decode = self.plan.decodes[0]
         if decode.needs_prefill and self.plan.prefills:
             choice = self.plan.prefills[0]
@@ -50,8 +51,12 @@ class Decision:
             node, num_hot, num_reused = decode.worker.node, decode.num_hot, len(self.ask.match)
         else:
             return Counter(hbm=decode.num_hot)
-        pooled = self.ask.match.holders[num_hot:num_reused]
-        return Counter(["hbm"] * num_hot + ["local" if node in nodes else "remote" for nodes in pooled])
+        match = self.ask.match
+        pooled = ["local" if node in nodes else "remote" for nodes in match.holders[num_hot:num_reused]]
+        for place, nodes in enumerate(match.on_ssd[num_hot:num_reused]):
+            if node in nodes:
+                pooled[place] = "ssd"
+        return Counter(["hbm"] * num_hot + pooled)
 
 
 class Planner:

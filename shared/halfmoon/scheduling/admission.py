@@ -88,15 +88,13 @@ def max_tokens(requested: int | None, num_prompt_tokens: int, limit_tokens: int)
 
 def sources(match: Match, num_reused: int, node: NodeId, cluster: Cluster) -> tuple[tuple[ChunkSource, ...], ...]:
     """For each chunk to reuse, where it is: on the prefill worker's own node first, then in memory before SSDs."""
-
-    def ordered(holders: frozenset[NodeId], on_ssd: frozenset[NodeId]) -> list[NodeId]:
-        return sorted(holders, key=lambda holder: (holder != node, holder in on_ssd, holder))
-
+    chunks = itertools.zip_longest(match.holders[:num_reused], match.on_ssd[:num_reused], fillvalue=frozenset[NodeId]())
     return tuple(
-        tuple(ChunkSource(node=holder, epoch=cluster.nodes[holder]) for holder in ordered(*each)[:MAX_SOURCES])
-        for each in itertools.islice(
-            itertools.zip_longest(match.holders, match.on_ssd, fillvalue=frozenset()), num_reused
+        tuple(
+            ChunkSource(node=holder, epoch=cluster.nodes[holder])
+            for holder in sorted(holders, key=lambda each: (each != node, each in on_ssd, each))[:MAX_SOURCES]
         )
+        for holders, on_ssd in chunks
     )
 
 

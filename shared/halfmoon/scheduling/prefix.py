@@ -1,4 +1,4 @@
-"""A prompt's cached prefix as nodes see it: what each holds of it, and what the rest costs to pull. Pure.
+"""A prompt's cached prefix as nodes see it: what each holds of it, what the rest costs to pull, and from where. Pure.
 
 Consecutive chunks mostly have the same holders, so the prefix is looked at in runs:
 
@@ -9,15 +9,19 @@ Consecutive chunks mostly have the same holders, so the prefix is looked at in r
 import heapq
 import itertools
 import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from halfmoon.scheduling.estimates import Estimates
 from halfmoon.scheduling.index import Match
 from halfmoon.schemas.ids import NodeId
+from halfmoon.schemas.kv_tier import ChunkSource
 
 MAX_PRICED_HOLDERS = 6
 """Of a run that many hold, so many are weighed as its source: what more would gain is less than what looking costs."""
+MAX_SOURCES = 3
+"""Nodes named per chunk: one may have evicted it meanwhile, hardly three."""
+_NOBODY: frozenset[NodeId] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +31,7 @@ class Held:
     num_leading: int = 0
     """Chunks from the first on, without a gap."""
     read_s: float = 0.0
-    """To get those among them that are on its SSD only."""
+    """To get those of them that are on its SSD only."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +43,17 @@ class Pull:
     total_s: float
 
 
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """Consecutive chunks with the same holders."""
+
+    holders: frozenset[NodeId]
+    on_ssd: frozenset[NodeId]
+    num_chunks: int
+    priced: Sequence[NodeId]
+    """The holders that are weighed as its source."""
+
+
 NOTHING = Held()
 
 
@@ -46,59 +61,100 @@ class CachedPrefix:
     """One match, priced for any node. Keeps what it has worked out."""
 
     def __init__(self, match: Match, chunk_bytes: int, estimates: Estimates, salt: str) -> None:
-        """`salt` spreads requests over the holders where only some are priced."""
+        """`salt` spreads requests over the holders where only some are priced: the request's id."""
         self._chunk_bytes = chunk_bytes
         self._estimates = estimates
-        self._runs = [(nodes, sum(1 for _ in run)) for nodes, run in itertools.groupby(match.holders)]
-        self._holders = frozenset[NodeId]().union(*(nodes for nodes, _ in self._runs))
+        self._salt = salt
+        self._runs = [
+            _Run(holders, on_ssd, sum(1 for _ in run), self._some(holders))
+            for (holders, on_ssd), run in itertools.groupby(
+                itertools.zip_longest(match.holders, match.on_ssd, fillvalue=_NOBODY)
+            )
+        ]
+        self._holders = _NOBODY.union(*(run.holders for run in self._runs))
         self._held: dict[NodeId, Held] = {}
         self._pulls: dict[NodeId, Pull] = {}
-        self._priced = [_some(nodes, salt) for nodes, _ in self._runs]
 
     def on(self, node: NodeId) -> Held:
         if node not in self._holders:
             return NOTHING
         held = self._held.get(node)
         if held is None:
-            counts = itertools.takewhile(lambda run: node in run[0], self._runs)
-            held = self._held[node] = Held(sum(count for _, count in counts))
+            held = self._held[node] = self._look_at(node)
         return held
 
     def pull_to(self, node: NodeId) -> Pull:
         """From the cheapest holder of each run; one source after the other, since they share the node's link."""
         pull = self._pulls.get(node)
         if pull is None:
-            num_chunks: dict[NodeId, int] = {}
-            for (nodes, count), priced in zip(self._runs, self._priced, strict=True):
-                if node not in nodes:
-                    source = priced[0] if len(priced) == 1 else self._cheapest(priced, node, count)
-                    num_chunks[source] = num_chunks.get(source, 0) + count
-            total_s = sum(
-                self._estimates.pull_s(source, node, count * self._chunk_bytes) for source, count in num_chunks.items()
-            )
-            pull = self._pulls[node] = Pull(sum(num_chunks.values()), total_s)
+            pull = self._pulls[node] = self._price(node)
         return pull
 
     def distance(self, node: NodeId) -> int:
         """To the nearest holder of the last chunk; 0 where nothing is cached."""
-        if not self._priced:
+        if not self._runs or node in self._runs[-1].holders:
             return 0
-        return min(self._estimates.distance(holder, node) for holder in self._priced[-1])
+        return min(self._estimates.distance(holder, node) for holder in self._runs[-1].priced)
 
-    def _cheapest(self, holders: Sequence[NodeId], node: NodeId, count: int) -> NodeId:
-        num_bytes = count * self._chunk_bytes
-        return min(
-            holders,
-            key=lambda holder: (
-                self._estimates.pull_s(holder, node, num_bytes),
-                self._estimates.distance(holder, node),
-                holder,
-            ),
+    def sources(
+        self, num_chunks: int, node: NodeId, epochs: Mapping[NodeId, int]
+    ) -> tuple[tuple[ChunkSource, ...], ...]:
+        """For each of the first `num_chunks`, where to get it, best first: this node, then as `pull_to` weighs them."""
+        named: list[tuple[ChunkSource, ...]] = []
+        for run in self._runs:
+            left = num_chunks - len(named)
+            if left <= 0:
+                break
+            own = [node] if node in run.holders else []
+            others = sorted((each for each in run.priced if each != node), key=lambda each: self._key(run, each, node))
+            best = tuple(ChunkSource(node=each, epoch=epochs[each]) for each in [*own, *others][:MAX_SOURCES])
+            named += [best] * min(left, run.num_chunks)
+        return tuple(named)
+
+    def _look_at(self, node: NodeId) -> Held:
+        num_leading = num_on_ssd = 0
+        for run in self._runs:
+            if node not in run.holders:
+                break
+            num_leading += run.num_chunks
+            num_on_ssd += run.num_chunks if node in run.on_ssd else 0
+        if not num_on_ssd:
+            return Held(num_leading)
+        return Held(num_leading, self._estimates.pull_s(node, node, num_on_ssd * self._chunk_bytes, from_ssd=True))
+
+    def _price(self, node: NodeId) -> Pull:
+        num_chunks: dict[tuple[NodeId, bool], int] = {}
+        for run in self._runs:
+            if node in run.holders:
+                source = node
+                if node not in run.on_ssd:
+                    continue
+            elif len(run.priced) == 1:
+                source = run.priced[0]
+            else:
+                source = min(run.priced, key=lambda each, run=run: self._key(run, each, node))  # type: ignore[misc]
+            way = (source, source in run.on_ssd)
+            num_chunks[way] = num_chunks.get(way, 0) + run.num_chunks
+        total_s = sum(
+            self._estimates.pull_s(source, node, count * self._chunk_bytes, from_ssd=from_ssd)
+            for (source, from_ssd), count in num_chunks.items()
+        )
+        return Pull(sum(count for (source, _), count in num_chunks.items() if source != node), total_s)
+
+    def _key(self, run: _Run, holder: NodeId, node: NodeId) -> tuple[float, ...]:
+        """What orders the holders of a run as sources for a node; equals by lot."""
+        num_bytes = run.num_chunks * self._chunk_bytes
+        return (
+            self._estimates.pull_s(holder, node, num_bytes, from_ssd=holder in run.on_ssd),
+            self._estimates.distance(holder, node),
+            self._lot(holder),
         )
 
+    def _some(self, nodes: frozenset[NodeId]) -> Sequence[NodeId]:
+        """A few of many, by lot: others for other requests, the same in every conductor."""
+        if len(nodes) <= MAX_PRICED_HOLDERS:
+            return tuple(nodes)
+        return tuple(heapq.nsmallest(MAX_PRICED_HOLDERS, nodes, key=self._lot))
 
-def _some(nodes: frozenset[NodeId], salt: str) -> Sequence[NodeId]:
-    """A few of many, by lot: others for other requests, the same in every conductor."""
-    if len(nodes) <= MAX_PRICED_HOLDERS:
-        return tuple(nodes)
-    return tuple(heapq.nsmallest(MAX_PRICED_HOLDERS, nodes, key=lambda node: zlib.crc32(f"{salt}\0{node}".encode())))
+    def _lot(self, node: NodeId) -> int:
+        return zlib.crc32(f"{self._salt}\0{node}".encode())

@@ -1,0 +1,38 @@
+"""What a scheduler makes of chunks that nodes have on their SSDs only: by hand."""
+
+import pytest
+
+from halfmoon.scheduling.admission import sources
+from halfmoon.scheduling.cluster import Cluster
+from halfmoon.scheduling.estimates import Assumed
+from halfmoon.scheduling.index import Match
+from halfmoon.scheduling.prefix import CachedPrefix
+from halfmoon.schemas.ids import NodeId
+
+A, B, C = NodeId("a"), NodeId("b"), NodeId("c")
+NOBODY = frozenset[NodeId]()
+MATCH = Match(
+    (frozenset({A, B}), frozenset({A, B}), frozenset({A, C}), frozenset({C})),
+    (frozenset({A}), NOBODY, frozenset({A, C}), frozenset({C})),
+)
+
+
+def test_sources_are_the_own_node_then_memory_then_ssds() -> None:
+    cluster = Cluster((), {A: 1, B: 2, C: 3}, {})
+    named = [[source.node for source in each] for each in sources(MATCH, 4, C, cluster)]
+    assert named == [[B, A], [A, B], [C, A], [C]]
+    assert [[source.node for source in each] for each in sources(MATCH, 1, A, cluster)] == [[A, B]]
+    without = Match(MATCH.holders)
+    assert [[source.node for source in each] for each in sources(without, 2, C, cluster)] == [[A, B], [A, B]]
+
+
+def test_a_node_pays_for_reading_its_own_ssd_and_for_others() -> None:
+    estimates = Assumed(pull_bytes_per_s=100.0, ssd_bytes_per_s=50.0)
+    prefix = CachedPrefix(MATCH, 100, estimates, "salt")
+    assert (prefix.on(A).num_leading, prefix.on(A).read_s) == (3, pytest.approx(2 * 2.0))
+    assert (prefix.on(B).num_leading, prefix.on(B).read_s) == (2, 0.0)
+    # A reads two of its own and pulls the last from C's SSD: (2 + 1) s. C pulls the first two from memory: 1 s each.
+    assert (prefix.pull_to(A).num_chunks, prefix.pull_to(A).total_s) == (1, pytest.approx(4.0 + 3.0))
+    assert (prefix.pull_to(C).num_chunks, prefix.pull_to(C).total_s) == (2, pytest.approx(2.0 + 2 * 2.0))
+    assert MATCH.num_on_ssd(A) == 2
+    assert MATCH.num_on_ssd(C) == 2
