@@ -2,6 +2,7 @@
 #
 #   make up PORT=8001 ARGS="--prefill 2"     more options: .venv/bin/halfmoon up --help
 #   make up ENGINE=vllm                      vLLM has an environment of its own: see docs/engines.md
+#   make test JOBS=1                        tests one at a time; most of them wait, so more processes than cores pay
 #   make TORCH="torch==2.13.0" PYTHON=python3.12 …
 
 PYTHON ?= python3
@@ -9,6 +10,7 @@ TORCH ?= torch==2.13.0
 ENGINE ?= torch
 PORT ?= 8000
 ARGS ?=
+JOBS ?= 3
 BIN := .venv/bin
 export PYTHON TORCH
 
@@ -26,7 +28,7 @@ up: setup
 endif
 
 test: setup-dev  ## Pass the tests: real servers, real processes, the real small model
-	$(BIN)/pytest $(ARGS)
+	$(BIN)/pytest -n $(JOBS) --dist loadgroup --no-loadscope-reorder $(ARGS)
 
 test-vllm:       ## Pass the tests of the vLLM engine, in vLLM's own environment; fails where none could be run
 	scripts/vllm.sh pytest -m vllm --require-vllm tests/engine_vllm tests/contract/test_engine_contract.py $(ARGS)

@@ -31,6 +31,20 @@ def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(VllmTests(config.getoption("--require-vllm")))
 
 
+_SYSTEMS = frozenset({"shm_system", "tcp_system", "any_system"})
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Where several processes share the tests (`-n`): a file's tests stay together, and so do all that use the running
+    systems of `tests/e2e`. These begin first, since they take longest."""
+    if config.pluginmanager.hasplugin("xdist"):
+        for item in items:
+            is_of_systems = not _SYSTEMS.isdisjoint(getattr(item, "fixturenames", ()))
+            item.add_marker(pytest.mark.xdist_group("systems" if is_of_systems else str(item.path)))
+    items.sort(key=lambda item: item.path.parent.name != "e2e")
+
+
 _VLLM_WARNINGS = ("DeprecationWarning", "FutureWarning", "UserWarning")
 """What vLLM, and what it imports, says of itself."""
 
