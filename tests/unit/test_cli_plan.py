@@ -33,6 +33,14 @@ def test_prefill_and_decode_are_on_different_nodes() -> None:
     assert specs["gateway"].environ["HALFMOON_GATEWAY_PORT"] == "8000"
 
 
+def test_each_node_gets_its_own_folder_on_the_ssd_where_one_is_wanted() -> None:
+    assert not [name for name in plan(OPTIONS)["kv-tier-node-a"].environ if "SSD" in name]
+    specs = plan(replace(OPTIONS, ssd_bytes=5 << 20))
+    for node in ("node-a", "node-b"):
+        assert specs[f"kv-tier-{node}"].environ["HALFMOON_KV_TIER_SSD_DIR"] == f"/data/ssd/{node}"
+        assert specs[f"kv-tier-{node}"].environ["HALFMOON_KV_TIER_SSD_BYTES"] == str(5 << 20)
+
+
 def test_cores_are_shared_out_between_the_engines() -> None:
     assert plan(OPTIONS)["decode-1"].environ["HALFMOON_DECODE_THREADS"] == "2"
     assert plan(replace(OPTIONS, num_prefill=7))["decode-1"].environ["HALFMOON_DECODE_THREADS"] == "1"

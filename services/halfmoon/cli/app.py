@@ -71,6 +71,9 @@ def up(
     data_dir: DataDir = None,
     chunk_tokens: Annotated[int, typer.Option(min=1, max=4096, help="Tokens per chunk of KV.")] = 256,
     arena_mib: Annotated[int, typer.Option(min=1, help="Shared memory per node for KV, in MiB.")] = 1024,
+    ssd_mib: Annotated[
+        int, typer.Option(min=0, help="Disk per node for KV that DRAM has no room for, in MiB; 0 for none.")
+    ] = 0,
     threads: Annotated[
         int | None, typer.Option(min=1, help="Threads per engine.", show_default="cores / engines")
     ] = None,
@@ -115,6 +118,7 @@ def up(
         colocated=colocated,
         chunk_tokens=chunk_tokens,
         arena_bytes=arena_mib << 20,
+        ssd_bytes=ssd_mib << 20,
         threads=threads,
         transport=transport.value,
         num_cores=len(os.sched_getaffinity(0)),

@@ -25,6 +25,8 @@ class UpOptions:
     colocated: bool = False
     chunk_tokens: int = 256
     arena_bytes: int = 1 << 30
+    ssd_bytes: int = 0
+    """Per node, in a folder of its own below the data directory. 0: there is no SSD tier."""
     threads: int | None = None
     """Per engine; None: the cores, shared out."""
     transport: str = "auto"
@@ -110,6 +112,8 @@ def plan_processes(options: UpOptions, endpoints: Endpoints, *, secret: str, hos
             "shm_dir": str(options.shm_dir),
             "rdma": _RDMA[options.transport],
         }
+        if options.ssd_bytes:
+            pool |= {"ssd_dir": str(options.data_dir / "ssd" / node), "ssd_bytes": str(options.ssd_bytes)}
         add(f"kv-tier-{node}", "kv_tier", node, **pool)
     add("conductor", "conductor")
     engine = {"engine": options.engine, "threads": str(threads)}
