@@ -120,6 +120,11 @@ class ExactEngine:
     def hot_changes(self) -> HotChanges:
         return self.changes.popleft() if self.changes else HotChanges()
 
+    def forget(self) -> int:
+        num_chunks, self.num_hot = self.num_hot // CHUNK_TOKENS, 0
+        self.changes.append(HotChanges(is_reset=True))
+        return num_chunks
+
     async def load(self, seq_id: str, index: int, num_tokens: int, payload: memoryview) -> None:
         assert len(payload) == num_tokens * KV_BYTES_PER_TOKEN
         sequence = self._sequence(seq_id)

@@ -148,7 +148,7 @@ SERVICE_BEAT = members.ServiceHeartbeat(
 )
 SELECTION = orders.Selection(tenant=TENANT, model=MODEL, keys=(KEY,), prefixes=(PARENT,), everything=True)
 FLUSH = orders.FlushOrder(seq=7, before_ns=EPOCH, selection=SELECTION)
-PIN = orders.PinOrder(key=KEY, model=MODEL, tenant=TENANT)
+PIN = orders.PinOrder(key=KEY, model=MODEL, tenant=TENANT, parent=PARENT)
 TIER_FLUSH = kv_tier.TierFlush(tier=chunks.Tier.DRAM, num_chunks=2, num_bytes=8192)
 PLACEMENT = chunks.ChunkPlacement(node=NODE, epoch=EPOCH, chunk=META)
 

@@ -32,6 +32,8 @@ class FlushOrder(Message, frozen=True):
     before_ns: int
     """Unix time, by the clock of the registry that took the order."""
     selection: Selection
+    is_merged: bool = False
+    """It stands for many older orders, and selects more than they did: not meant for those who carried them out."""
 
 
 class PinOrder(Message, frozen=True):
@@ -41,6 +43,8 @@ class PinOrder(Message, frozen=True):
     model: ModelName | None = None
     tenant: TenantId | None = None
     """Known of what was pinned as a prompt; a flush of a tenant or model also ends its pins."""
+    parent: ChunkKey | None = None
+    """The chunk before it, where it was pinned as part of a prompt."""
 
 
 class Forget(Message, frozen=True, tag="worker.forget.v1"):
@@ -52,4 +56,4 @@ class Forget(Message, frozen=True, tag="worker.forget.v1"):
 class Forgotten(Message, frozen=True, tag="worker.forgotten.v1"):
     worker: WorkerId
     num_chunks: int
-    """That were known to be in the prefix cache; 0 for an engine without one, or of another model."""
+    """That were known to be in the prefix cache; 0 for an engine without one."""

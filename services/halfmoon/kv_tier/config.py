@@ -82,6 +82,9 @@ class KvTierConfig(CommonConfig, frozen=True, kw_only=True, forbid_unknown_field
     advertised_host: Annotated[
         str | None, Meta(description="Host name or address that other nodes are told. None: bind_host.")
     ] = None
+    max_pinned_share: Annotated[
+        float, Meta(description="Share of the slots that may be pinned, so that requests always find room.", ge=0, le=1)
+    ] = 0.5
     max_lease_s: Annotated[float, Meta(description="Longest lease that is granted; longer ones are cut.", gt=0)] = 120.0
     acquire_timeout_s: Annotated[
         float, Meta(description="Longest time that an acquire may spend on pulling chunks.", gt=0)

@@ -14,14 +14,16 @@ from halfmoon.bus.streams import CHUNKS
 from halfmoon.kv_tier.config import KvTierConfig
 from halfmoon.kv_tier.copies import Copier
 from halfmoon.kv_tier.events import Announcer, Outbox
+from halfmoon.kv_tier.listing import Lister
 from halfmoon.kv_tier.memory import make_arena, slot_bytes_of
 from halfmoon.kv_tier.metrics import CopiesCollector, PathCollector, PoolCollector
+from halfmoon.kv_tier.orders import OrderKeeper
 from halfmoon.kv_tier.peers import BusPeers
 from halfmoon.kv_tier.probe import Prober
 from halfmoon.kv_tier.pull import Puller
 from halfmoon.kv_tier.rdma import open_rdma
 from halfmoon.kv_tier.requests import Requests
-from halfmoon.kv_tier.ssd_open import open_ssd
+from halfmoon.kv_tier.ssd_open import OpenSsd, open_ssd
 from halfmoon.kv_tier.store import ChunkStore
 from halfmoon.kv_tier.transports import advertised, authorizer, make_transports, serve_tcp
 from halfmoon.kv_tier.trim import Trimmer
@@ -32,16 +34,21 @@ from halfmoon.schemas.copies import Replicate
 from halfmoon.schemas.ids import NodeId
 from halfmoon.schemas.kv_tier import (
     Acquire,
+    CatchUp,
     Commit,
     Describe,
+    FlushChunks,
     Inventory,
+    ListChunks,
     NodeInfo,
+    PinChunks,
     Release,
     Renew,
     Report,
     Reserve,
     Retell,
     Stats,
+    UnpinChunks,
 )
 from halfmoon.schemas.members import MemberState, NodeHeartbeat
 from halfmoon.schemas.probes import Probe
@@ -79,6 +86,7 @@ class KvTier:
         self._store: ChunkStore | None = None
         self._puller: Puller | None = None
         self._server: TcpServer | None = None
+        self._orders: OrderKeeper | None = None
         self._slot_bytes = 0
 
     @property
@@ -108,12 +116,12 @@ class KvTier:
                 tracer,
                 eviction_policy=self._config.eviction_policy,
                 quotas=self._config.tenants,
+                max_pinned_share=self._config.max_pinned_share,
             )
         except ValueError as error:
             raise StartupError(str(error)) from None
         ssd = await open_ssd(self._config, store, tracer, self._undo, self._log, holder=self._runtime.worker_id)
         if ssd is not None:
-            self._own(ssd.demoter.run(), "demotion")
             self._runtime.metrics.registry.register(ssd.collector)
         server = self._server = serve_tcp(self._config, arena, store, self._epoch, self._undo, self._log)
         rdma = await open_rdma(self._config, arena, authorizer(store), self._epoch, self._runtime.bus, self._undo)
@@ -165,6 +173,7 @@ class KvTier:
             memory_dir=str(self._config.shm_dir),
         )
         await self._serve_bus(requests, prober)
+        await self._serve_orders(store, ssd)
         await self._open_copies(store, puller, tracer)
         if rdma.server is not None:
             await self._serve_rdma(rdma.server)
@@ -204,6 +213,7 @@ class KvTier:
             queued_transfers=0 if self._puller is None else self._puller.num_flights,
             labels=self._config.labels,
             pid=os.getpid(),
+            orders_seq=0 if self._orders is None else self._orders.seq,
             receiving={} if self._puller is None else self._puller.flow.receiving(),
             pulls=() if self._puller is None else self._puller.flow.take(),
         )
@@ -283,6 +293,17 @@ class KvTier:
         await self._serve("retell", Retell, requests.retell)
         await self._serve("probe", Probe, prober.probe)
 
+    async def _serve_orders(self, store: ChunkStore, ssd: OpenSsd | None) -> None:
+        keeper = self._orders = OrderKeeper(store, self._runtime.bus, self._log, None if ssd is None else ssd.lower)
+        await self._serve("flush", FlushChunks, keeper.flush)
+        await self._serve("pin", PinChunks, keeper.pin)
+        await self._serve("unpin", UnpinChunks, keeper.unpin)
+        await self._serve("catch_up", CatchUp, keeper.catch_up)
+        await self._serve("list", ListChunks, Lister(store).list)
+        self._own(keeper.run(), "orders")
+        if ssd is not None:
+            self._own(_once(keeper.caught_up, ssd.demoter.run()), "demotion")
+
     async def _serve_rdma(self, server: RdmaServer) -> None:
         await self._serve("rdma_hello", RdmaHello, lambda request, _: server.hello(request))
         await self._serve(
@@ -347,3 +368,12 @@ class KvTier:
         if not task.cancelled() and (error := task.exception()) is not None:
             self._log.error("a task of the kv-tier failed", task=task.get_name(), exc_info=error)
             self._runtime.fail(f"{task.get_name()} failed: {error!r}")
+
+
+async def _once(event: asyncio.Event, work: Coroutine[Any, Any, None]) -> None:
+    try:
+        await event.wait()
+    except BaseException:
+        work.close()
+        raise
+    await work

@@ -24,8 +24,10 @@ from halfmoon.tracing import Tracer
 
 @dataclass(frozen=True, slots=True)
 class OpenSsd:
-    """The parts that a service runs: `demoter` as long as the pool lives."""
+    """The parts that a service runs: `demoter` as long as the pool lives, once `lower` is attached."""
 
+    lower: LowerTier
+    """With what an earlier life left: to be attached to the store once it's known what of it was flushed meanwhile."""
     reader: SsdReader
     demoter: Demoter
     collector: SsdCollector
@@ -40,7 +42,7 @@ async def open_ssd(
     *,
     holder: WorkerId,
 ) -> OpenSsd | None:
-    """Take the directory, look through it, and put it below the pool's DRAM; None where none is set.
+    """Take the directory, and look through it; None where none is set.
 
     Raises `StartupError`: another node has the directory, or it can't be used.
     """
@@ -67,7 +69,6 @@ async def open_ssd(
         marks = Watermarks(config.high_watermark, config.low_watermark)
     demoter = Demoter(store, lower, holder=holder, fixed=marks)
     lower.watermarks = lambda: demoter.watermarks
-    store.attach(lower)
     reader = SsdReader(store, lower, tracer, log, node=NodeId(config.node), holder=holder)
     undo.push_async_callback(reader.close)
     log.info(
@@ -77,4 +78,4 @@ async def open_ssd(
         direct_io=directory.is_direct,
         removed=dict(ssd.counters.removed),
     )
-    return OpenSsd(reader, demoter, SsdCollector(lower.stats))
+    return OpenSsd(lower, reader, demoter, SsdCollector(lower.stats))

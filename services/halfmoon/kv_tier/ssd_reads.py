@@ -139,6 +139,8 @@ class SsdReader:
             started_ns = time.time_ns()
             body = await self._ssd.read(key, self._store.padded(slot))
             finished_ns = time.time_ns()
+            if self._store.is_stale(body.meta, request.request_id):
+                raise NotRead("it was flushed")
             is_second = read.counts_as_use and self._lower.note_read(key)
             now_ns = self._store.clock_ns()
             meta = msgspec.structs.replace(body.meta, tier=Tier.DRAM, hits=0, last_access_ns=now_ns)

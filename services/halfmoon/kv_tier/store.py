@@ -80,6 +80,7 @@ class ChunkStore:
         self.unasked = Unasked()
         self.lower: LowerTier | None = None
         """None: there is nothing below DRAM, or not yet (`attach`)."""
+        self.epoch = epoch
         self.clock_ns = clock_ns
         self._announcer = announcer
         self._tracer = tracer

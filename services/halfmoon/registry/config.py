@@ -51,6 +51,17 @@ class RegistryConfig(CommonConfig, frozen=True, kw_only=True, forbid_unknown_fie
     reconcile_every_s: Annotated[
         float, Meta(description="How often what etcd says of a node is compared with the node's inventory.", gt=0)
     ] = 600.0
+    orders_timeout_s: Annotated[
+        float, Meta(description="How long a node may take to carry out a pin or a flush.", gt=0)
+    ] = 5.0
+    max_pins: Annotated[int, Meta(description="Chunks that may be pinned at a time.", ge=0, le=100_000)] = 10_000
+    flush_lifetime_s: Annotated[
+        float,
+        Meta(
+            description="A node with an SSD tier that was away for longer, and missed a flush, drops all it has there.",
+            gt=0,
+        ),
+    ] = 30 * 86_400.0
     unheard_node_grace_s: Annotated[
         float, Meta(description="How long a node that has placements may take until its first heartbeat.", gt=0)
     ] = 10.0

@@ -24,6 +24,7 @@ from halfmoon.registry.membership import TICK_S, Membership
 from halfmoon.registry.policy import NodeRecord, Step, after, plan_event, plan_nodes, plan_sweep, plan_swept, sweep_due
 from halfmoon.registry.reconcile import Reconciler
 from halfmoon.registry.state import ROLE_TABLE, Role, RoleEvent
+from halfmoon.registry.steward import Steward
 from halfmoon.registry.store import Store
 from halfmoon.registry.term import Deposed, OutOfStep, Term
 from halfmoon.schemas.chunks import ChunkEvent
@@ -136,14 +137,25 @@ class Leader:
         reconciler = Reconciler(
             self._bus, term, every_s=self._config.reconcile_every_s, on_difference=self._differed, log=self._log
         )
+        steward = Steward(self._bus, self._store, term, membership.table, self._config, self._log, self._now_ns)
         try:
-            await _until_one_ends(term.hold(), self._work(term, membership, reconciler), reconciler.run())
+            await _until_one_ends(
+                term.hold(), self._work(term, membership, reconciler), reconciler.run(), self._take_orders(steward)
+            )
         except Deposed as deposed:
             self._log.warning("no longer leading", reason=str(deposed))
         finally:
             self._machine.fire(RoleEvent.DEPOSED)
             self._leading.set(0)
             await self._resign(term)
+
+    async def _take_orders(self, steward: Steward) -> None:
+        while True:
+            try:
+                await steward.run()
+            except BusError as error:
+                self._log.warning("can't take operators' orders; trying on", error=str(error))
+                await asyncio.sleep(RETRY_PAUSE_S)
 
     async def _resign(self, term: Term) -> None:
         try:

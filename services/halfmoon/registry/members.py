@@ -138,6 +138,10 @@ class MemberTable:
             member.fresh = False
         return tuple(fresh)
 
+    def present(self) -> list[LiveHeartbeat]:
+        """The last heartbeat of everybody who is there."""
+        return [member.heartbeat for member in self._members.values() if member.machine.state in PRESENT]
+
     def phase(self, worker: WorkerId) -> MemberPhase:
         member = self._members.get(worker)
         return member.machine.state if member is not None else MemberPhase.UNKNOWN

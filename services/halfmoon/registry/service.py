@@ -18,7 +18,16 @@ from halfmoon.registry.membership import Membership
 from halfmoon.registry.store import MAX_PAGE_PLACEMENTS, Store
 from halfmoon.schemas import subjects
 from halfmoon.schemas.members import MemberState, ServiceHeartbeat
-from halfmoon.schemas.registry import LookedUp, Lookup, MemberList, Members, Snapshot, SnapshotPage
+from halfmoon.schemas.registry import (
+    LookedUp,
+    Lookup,
+    MemberList,
+    Members,
+    Orders,
+    Snapshot,
+    SnapshotPage,
+    StandingOrders,
+)
 from halfmoon.schemas.wire import Error, ErrorCode, Message
 from halfmoon.tasks import ended
 from halfmoon.tracing.metrics import LATENCY_BUCKETS_S
@@ -35,7 +44,7 @@ DOWN_FOR_S: Final = 0.5
 
 
 class Registry:
-    """Answers `lookup`, `snapshot` and `members`; follows the stream while it leads."""
+    """Answers `lookup`, `snapshot`, `members` and `orders`; follows the stream, and takes orders, while it leads."""
 
     def __init__(self, runtime: Runtime[RegistryConfig]) -> None:
         self._runtime = runtime
@@ -144,6 +153,12 @@ class Registry:
                 )
             ) from error
 
+    async def orders(self, message: Orders, envelope: Envelope) -> StandingOrders:
+        book = await self._answer("orders", lambda store, s: store.orders(s), envelope)
+        return StandingOrders(
+            seq=book.seq, flushes=tuple(book.flushes_after(message.after)), pins=tuple(book.pins.values())
+        )
+
     async def members(self, _: Members, envelope: Envelope) -> MemberList:
         return await self._answer("members", lambda store, s: store.members(s), envelope)
 
@@ -179,6 +194,7 @@ class Registry:
         await self._offer("lookup", Lookup, self.lookup)
         await self._offer("snapshot", Snapshot, self.snapshot)
         await self._offer("members", Members, self.members)
+        await self._offer("orders", Orders, self.orders)
 
     async def _offer(self, verb: str, inbox: type[M], handler: Callable[[M, Envelope], Awaitable[Message]]) -> None:
         assert self._record is not None

@@ -7,12 +7,13 @@ from typing import Final
 import msgspec
 
 from halfmoon.registry.etcd import CreatedAt, Etcd, Put, Range, StoreRefused, StoreUnavailable, prefix_end
-from halfmoon.registry.keys import Keys, all_under
+from halfmoon.registry.keys import Keys, all_under, reads_of_orders
+from halfmoon.registry.orders import OrderBook
 from halfmoon.registry.policy import visible
 from halfmoon.registry.term import Term
 from halfmoon.registry.values import Values, read_stamp
 from halfmoon.schemas.chunks import ChunkPlacement
-from halfmoon.schemas.ids import ChunkKey, WorkerId
+from halfmoon.schemas.ids import ChunkKey, NodeId, WorkerId
 from halfmoon.schemas.registry import MemberList, SnapshotPage
 
 MAX_PLACEMENTS_PER_KEY: Final = 16
@@ -105,6 +106,16 @@ class Store:
     async def members(self, timeout_s: float) -> MemberList:
         outcome = await self._etcd.transact((), [all_under(self._keys.members)], timeout_s=timeout_s)
         return MemberList(members=tuple(self.values.heartbeats(outcome.ranges[0])))
+
+    async def orders(self, timeout_s: float) -> OrderBook:
+        """What is pinned, and what was flushed."""
+        outcome = await self._etcd.transact((), reads_of_orders(self._keys), timeout_s=timeout_s)
+        return self.values.orders(*outcome.ranges)
+
+    async def nodes(self, timeout_s: float) -> frozenset[NodeId]:
+        """All that have a record: those that are there, and those that went not long ago."""
+        outcome = await self._etcd.transact((), [all_under(self._keys.nodes)], timeout_s=timeout_s)
+        return frozenset(self.values.nodes(outcome.ranges[0]))
 
     async def leader(self, timeout_s: float) -> WorkerId | None:
         """Who leads now."""

@@ -16,6 +16,7 @@ import msgspec
 from halfmoon.registry.etcd import CreatedAt, Delete, Etcd, Operation, Put, Range, StoreUnavailable, ValueIs, prefix_end
 from halfmoon.registry.keys import Keys, all_under
 from halfmoon.registry.members import LiveHeartbeat
+from halfmoon.registry.orders import Change
 from halfmoon.registry.policy import (
     DropNode,
     DropPlacement,
@@ -159,6 +160,30 @@ class Term:
             outcome = await self._etcd.transact([self._leads], part, timeout_s=self._write_timeout_s)
             if not outcome.succeeded:
                 raise Deposed("another registry leads")
+
+    async def write_orders(self, change: Change, before_seq: int) -> None:
+        """Write one standing order; its number with the last part of it, so that no reader takes a part for all.
+
+        Raises `Deposed`; `OutOfStep` where the last number isn't `before_seq`; `StoreUnavailable`: then it isn't known
+        what has been written, and the book is to be read again.
+        """
+        operations: list[Operation] = [Put(self._keys.flush(order.seq), _encode(order)) for order in change.put_flushes]
+        operations += [Delete(self._keys.flush(seq)) for seq in change.drop_flushes]
+        operations += [Put(self._keys.pin(pin.key), _encode(pin)) for pin in change.put_pins]
+        operations += [Delete(self._keys.pin(key)) for key in change.drop_pins]
+        last = self._keys.last_order
+        guard = ValueIs(last, _encode(before_seq)) if before_seq else CreatedAt(last, 0)
+        parts = _split(operations, self._max_txn_ops - 1)
+        parts[-1].append(Put(last, _encode(change.seq)))
+        for part in parts:
+            outcome = await self._etcd.transact(
+                [self._leads, guard], part, [Range(self._keys.leader)], timeout_s=self._write_timeout_s
+            )
+            if not outcome.succeeded:
+                leader = outcome.ranges[0]
+                if not leader or leader[0].create_revision != self._leads.revision:
+                    raise Deposed("another registry leads")
+                raise OutOfStep
 
     async def page(self, cursor: bytes | None, limit: int) -> tuple[list[ChunkPlacement], bytes | None]:
         """Placements, also those that readers aren't told of, and where the next page begins."""

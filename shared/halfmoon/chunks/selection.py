@@ -89,6 +89,7 @@ def _everything(orders: Sequence[FlushOrder]) -> FlushOrder:
         seq=max(order.seq for order in orders),
         before_ns=max(order.before_ns for order in orders),
         selection=Selection(everything=True),
+        is_merged=True,
     )
 
 

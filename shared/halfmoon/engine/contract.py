@@ -182,6 +182,13 @@ class Engine(Protocol):
         """Chunks that are hot now and weren't when this was last asked, and the reverse. Asked by one caller."""
         ...
 
+    def forget(self) -> int:
+        """Let no sequence that is opened from now on find what the prefix cache holds; the chunks known to be there.
+
+        Those that are open go on. What they leave behind isn't found either.
+        """
+        ...
+
     async def load(self, seq_id: str, index: int, num_tokens: int, payload: memoryview) -> None:
         """Copy one chunk's payload (`ModelCard.payload_bytes(num_tokens)` bytes) into the sequence's KV.
 

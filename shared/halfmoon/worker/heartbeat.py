@@ -23,6 +23,8 @@ class WorkerPulse:
         self._load_progress = 0.0
         self.state = MemberState.LOADING
         self.card: ModelCard | None = None
+        self.orders_seq = 0
+        """The last flush that the engine's prefix cache has heard of."""
 
     def loading(self, progress: float) -> None:
         """The model is loaded to this share, 0 to 1. Never goes back."""
@@ -75,4 +77,5 @@ class WorkerPulse:
             context_tokens=context_tokens,
             prefills=prefills,
             decodes=decodes,
+            orders_seq=self.orders_seq,
         )

@@ -73,6 +73,11 @@ class Sequences:
         with _Guard("hot_changes", self._on_crash):
             return self._engine.hot_changes()
 
+    def forget(self) -> int:
+        """Empty the engine's prefix cache, as far as new sequences can tell; how many chunks were known to be in it."""
+        with _Guard("forget", self._on_crash):
+            return self._engine.forget()
+
     @asynccontextmanager
     async def sequence(self, spec: SequenceSpec, *, priority: int = 0) -> AsyncIterator["OpenSequence"]:
         """A claimed sequence, closed at the end whatever happens. The caller bounds the wait for room.

@@ -5,14 +5,17 @@ from typing import TypeVar
 
 import structlog
 
+from halfmoon.bus.endpoint import Endpoint, Envelope, serve
 from halfmoon.bus.errors import BusError
 from halfmoon.engine.contract import Engine, EngineError, EngineStats
 from halfmoon.lifecycle import Runtime, StartupError
 from halfmoon.models import ModelFolderError
 from halfmoon.pool.arena import ArenaError
 from halfmoon.pool.client import PoolClient
+from halfmoon.schemas import subjects
 from halfmoon.schemas.ids import NodeId
 from halfmoon.schemas.model import ModelCard
+from halfmoon.schemas.orders import Forget, Forgotten
 from halfmoon.schemas.splits import Role
 from halfmoon.tasks import ended
 from halfmoon.worker.cache_news import CacheNews, tell_cache
@@ -47,6 +50,7 @@ class Station:
         )
         self._bus = runtime.bus
         self._telling: asyncio.Task[None] | None = None
+        self._forgetting: Endpoint | None = None
         self._config = config
         self._fail = runtime.fail
         self._log: structlog.stdlib.BoundLogger = runtime.log
@@ -66,6 +70,7 @@ class Station:
         news = CacheNews(self.pulse.worker, self.pulse.started_ns)
         self._telling = asyncio.create_task(tell_cache(self._bus, news, self.sequences, self._log), name="cache news")
         self._telling.add_done_callback(self._on_telling_end)
+        self._forgetting = await serve(self._bus, subjects.forget(self.pulse.worker), Forget, self._forget)
         self.pulse.serving()
         self._log.info("engine ready", model=card.name, engine=card.engine, kv_tokens=self.engine.stats().total_tokens)
         return card
@@ -75,12 +80,22 @@ class Station:
         telling, self._telling = self._telling, None
         if telling is not None:
             await ended(telling)
+        forgetting, self._forgetting = self._forgetting, None
+        if forgetting is not None:
+            await forgetting.unsubscribe()
         await self.engine.stop()
         await self.pool.close()
 
     def stats(self) -> EngineStats | None:
         """None before the engine has started."""
         return self.engine.stats() if self._is_started else None
+
+    async def _forget(self, message: Forget, envelope: Envelope) -> Forgotten:
+        """A flush. Its numbers only rise, and whatever it selects, all is forgotten: what is needed comes back soon."""
+        num_chunks = self.sequences.forget()
+        self.pulse.orders_seq = max(self.pulse.orders_seq, message.order.seq)
+        self._log.info("prefix cache forgotten", seq=message.order.seq, num_chunks=num_chunks)
+        return Forgotten(worker=self.pulse.worker, num_chunks=num_chunks)
 
     async def _look_for_partners(self, card: ModelCard) -> None:
         pulse = self.pulse

@@ -94,6 +94,9 @@ class TorchEngine:
     def hot_changes(self) -> HotChanges:
         return HotChanges()
 
+    def forget(self) -> int:
+        return 0
+
     async def load(self, seq_id: str, index: int, num_tokens: int, payload: memoryview) -> None:
         sequence = self._get(seq_id)
         check_load(self.card, len(sequence.tokens), index, num_tokens, payload)

@@ -3,6 +3,9 @@
 An event names blocks by vLLM's hashes and gives their tokens; the first block of a prompt also gives the cache salt,
 for which the root of the chunk keys is used. So each block leads back to a root and a position, and whole chunks to
 their keys. A chunk counts as hot while its last block is cached: vLLM evicts a sequence from its end.
+
+To forget is to use other salts from then on. vLLM's own reset waits until no sequence runs; a block whose salt is no
+more used can't be found, and is evicted in its turn.
 """
 
 from collections.abc import Sequence
@@ -36,12 +39,32 @@ class HotChunks:
         self._added: set[ChunkKey] = set()
         self._removed: set[ChunkKey] = set()
         self._is_reset = False
+        self._generation = 0
 
-    def stored(self, hashes: Sequence[BlockHash], parent: BlockHash | None, tokens: Sequence[int], root: bytes) -> None:
-        """These blocks are cached, each behind the one before, the first behind `parent`. `root`: of a first block."""
-        before = _Block(root, ()) if parent is None else self._blocks.get(parent)
+    def salt(self, root: bytes) -> str:
+        """The cache salt of sequences with this root, from now on."""
+        return f"{root.hex()}.{self._generation}" if self._generation else root.hex()
+
+    def root_of(self, salt: str) -> bytes | None:
+        """None for a salt that isn't used any more."""
+        root, _, generation = salt.partition(".")
+        return bytes.fromhex(root) if int(generation or 0) == self._generation else None
+
+    def forget(self) -> int:
+        """Let nothing be found that is cached now; the chunks that it was known of."""
+        num_chunks = sum(block.key is not None for block in self._blocks.values())
+        self._generation += 1
+        self.cleared()
+        return num_chunks
+
+    def stored(
+        self, hashes: Sequence[BlockHash], parent: BlockHash | None, tokens: Sequence[int], root: bytes | None
+    ) -> None:
+        """These blocks are cached, each behind the one before, the first behind `parent`. `root`: of a first block;
+        None where it can't be found any more."""
+        before = self._blocks.get(parent) if parent is not None else None if root is None else _Block(root, ())
         if before is None:
-            return  # What it stands behind was never told: it can't be named.
+            return  # What it stands behind was never told, or is forgotten: it can't be named.
         size = len(tokens) // len(hashes)
         for place, block_hash in enumerate(hashes):
             block = self._behind(before, tuple(tokens[place * size : (place + 1) * size]))

@@ -129,6 +129,9 @@ class VllmEngine:
     def hot_changes(self) -> HotChanges:
         return self._hot.take_changes()
 
+    def forget(self) -> int:
+        return self._hot.forget()
+
     async def load(self, seq_id: str, index: int, num_tokens: int, payload: memoryview) -> None:
         sequence = self._get(seq_id)
         card = self.card
@@ -233,7 +236,7 @@ class VllmEngine:
         spec = sequence.spec
         prompt: dict[str, Any] = {"prompt_token_ids": list(spec.tokens)}
         if spec.root:
-            prompt["cache_salt"] = spec.root.hex()
+            prompt["cache_salt"] = self._hot.salt(spec.root)
         num_known = spec.decode.num_known if spec.decode is not None else 0
         try:
             async with contextlib.aclosing(

@@ -58,7 +58,7 @@ class EventReader:
     def _take(self, event: BlockStored | BlockRemoved | AllBlocksCleared) -> None:
         if isinstance(event, BlockStored):
             salt = (event.extra_keys or [None])[0]
-            root = bytes.fromhex(salt[0]) if event.parent_block_hash is None and salt else b""
+            root = self._chunks.root_of(salt[0]) if event.parent_block_hash is None and salt else b""
             self._chunks.stored(event.block_hashes, event.parent_block_hash, event.token_ids, root)
         elif isinstance(event, BlockRemoved):
             self._chunks.removed(event.block_hashes)
