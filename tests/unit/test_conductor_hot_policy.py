@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from halfmoon.conductor.planning import Decision
-from halfmoon.scheduling.admission import admit, sources
+from halfmoon.scheduling.admission import admit
 from halfmoon.scheduling.cluster import Cluster, WorkerLoad
 from halfmoon.scheduling.contract import Ask, Candidates, Costs, Plan
 from halfmoon.scheduling.estimates import Assumed
@@ -165,7 +165,7 @@ def test_every_policy_promises_only_what_is_there(
     assert {choice.worker.worker for choice in made.decodes} == {"d0", "d1"}
     for prefill in made.prefills:
         assert prefill.num_hot == hot.get(prefill.worker.worker, 0)
-        assert len(sources(match, prefill.num_reused, prefill.worker.node, cluster(*workers))) == prefill.num_reused
+        assert len(Decision(made, cluster(*workers), asked, b"").sources(prefill)) == prefill.num_reused
         if prefill.num_hot >= len(match):
             assert prefill.num_pulled == 0
     for decode in made.decodes:

@@ -7,12 +7,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from halfmoon.scheduling.admission import admit, check_tokens, max_tokens, sources
+from halfmoon.scheduling.admission import admit, check_tokens, max_tokens
 from halfmoon.scheduling.cluster import Cluster, WorkerLoad
 from halfmoon.scheduling.contract import Ask, Candidates, Costs
 from halfmoon.scheduling.estimates import Assumed
 from halfmoon.scheduling.index import Match
 from halfmoon.scheduling.policies import PolicyName, policy_named
+from halfmoon.scheduling.prefix import CachedPrefix
 from halfmoon.schemas.ids import ModelName, NodeId, RequestId, WorkerId
 from halfmoon.schemas.splits import Role
 from halfmoon.schemas.wire import Error, ErrorCode
@@ -175,7 +176,8 @@ def test_every_policy_keeps_all_candidates_and_promises_only_what_is_there(
     assert {choice.worker.worker for choice in plan.decodes} == {each.worker for each in candidates.decodes}
     assert plan == policy_named(name).rank(asked, candidates, COSTS, turn)
     for choice in plan.prefills:
-        where = sources(match, choice.num_reused, choice.worker.node, there)
+        prefix = CachedPrefix(match, 1024, COSTS.estimates, asked.request_id)
+        where = prefix.sources(choice.num_reused, choice.worker.node, there.nodes)
         assert choice.num_reused == len(where) <= len(match)
         assert all(named for named in where)
         for at, named in enumerate(where):

@@ -2,8 +2,6 @@
 
 import pytest
 
-from halfmoon.scheduling.admission import sources
-from halfmoon.scheduling.cluster import Cluster
 from halfmoon.scheduling.estimates import Assumed
 from halfmoon.scheduling.index import Match
 from halfmoon.scheduling.prefix import CachedPrefix
@@ -18,12 +16,15 @@ MATCH = Match(
 
 
 def test_sources_are_the_own_node_then_memory_then_ssds() -> None:
-    cluster = Cluster((), {A: 1, B: 2, C: 3}, {})
-    named = [[source.node for source in each] for each in sources(MATCH, 4, C, cluster)]
-    assert named == [[B, A], [A, B], [C, A], [C]]
-    assert [[source.node for source in each] for each in sources(MATCH, 1, A, cluster)] == [[A, B]]
-    without = Match(MATCH.holders)
-    assert [[source.node for source in each] for each in sources(without, 2, C, cluster)] == [[A, B], [A, B]]
+    def named(match: Match, num_chunks: int, node: NodeId) -> list[list[NodeId]]:
+        prefix = CachedPrefix(match, 100, Assumed(), "salt")
+        return [[source.node for source in each] for each in prefix.sources(num_chunks, node, {A: 1, B: 2, C: 3})]
+
+    places = named(MATCH, 4, C)
+    assert (places[0], places[2:]) == ([B, A], [[C, A], [C]])
+    assert set(places[1]) == {A, B}
+    assert named(MATCH, 1, A) == [[A, B]]
+    assert [set(each) for each in named(Match(MATCH.holders), 2, C)] == [{A, B}, {A, B}]
 
 
 def test_a_node_pays_for_reading_its_own_ssd_and_for_others() -> None:

@@ -15,11 +15,11 @@ from halfmoon.bus.errors import BusError, RemoteError
 from halfmoon.bus.protocol import Bus, ServiceRecord
 from halfmoon.conductor.instruments import Instruments
 from halfmoon.conductor.members import Members
-from halfmoon.scheduling.admission import MAX_SOURCES
 from halfmoon.scheduling.continuations import Continuations
 from halfmoon.scheduling.contract import Plan
 from halfmoon.scheduling.copies import lot, surplus
 from halfmoon.scheduling.index import ChunkIndex, Match
+from halfmoon.scheduling.prefix import MAX_SOURCES
 from halfmoon.scheduling.replication import Order, ReplicaPlanner, Run
 from halfmoon.schemas import subjects
 from halfmoon.schemas.copies import AskSurplus, Cause, Replicate, Replicating, Surplus
@@ -111,8 +111,10 @@ class Copies:
         if self._confidence < 1.0:
             self._prefetch(keys, plan, num_bytes)
 
-    def order(self, run: Run, destination: NodeId, cause: Cause, *, first: NodeId | None = None) -> bool:
-        """Have a node bring what it lacks of a run, from its first chunk on; whether it is asked to.
+    def order(
+        self, run: Run, destination: NodeId, cause: Cause, *, begin: int = 0, first: NodeId | None = None
+    ) -> bool:
+        """Have a node bring what it lacks of a run, from chunk `begin` on; whether it is asked to.
 
         For whoever knows a reason for a copy: a policy whose plan names one, `placed` for what is likely to follow. The
         bounds are the same as for demand: copies of a chunk, room at the node, bytes it may be sent in a second. Call
@@ -124,7 +126,7 @@ class Copies:
         if index is None or pool is None:
             return False
         positions: list[int] = []
-        for at, holders in enumerate(self._holders(index, run.keys)):
+        for at, holders in enumerate(self._holders(index, run.keys[begin:]), begin):
             if not holders or len(positions) >= pool.room:
                 break
             if destination not in holders:
@@ -185,7 +187,7 @@ class Copies:
             likely = self._continuations.likely(keys[at], self._confidence, MAX_PREFETCHED)
             if likely and likely[0] != following:
                 run = Run((*keys[: at + 1], *likely), plan.card.chunk_tokens, num_bytes)
-                self.order(run, destination, Cause.PREFETCH)
+                self.order(run, destination, Cause.PREFETCH, begin=at + 1)
 
     def _decides(self, first_chunk: ChunkKey, conductors: frozenset[WorkerId]) -> bool:
         return max(conductors, key=lambda each: lot(first_chunk, NodeId(each))) == self._conductor

@@ -21,7 +21,7 @@ from halfmoon.conductor.members import Members
 from halfmoon.conductor.planning import Decision
 from halfmoon.conductor.requests import OpenRequest, class_of
 from halfmoon.conductor.state import RequestEvent
-from halfmoon.scheduling.admission import max_tokens, sources
+from halfmoon.scheduling.admission import max_tokens
 from halfmoon.scheduling.contract import DecodeChoice, PrefillChoice
 from halfmoon.scheduling.slo import first_token_s
 from halfmoon.schemas import subjects
@@ -162,7 +162,7 @@ class Dispatcher:
             tenant=body.tenant,
             root=decision.root,
             tokens=request.tokens,
-            reuse=sources(decision.ask.match, choice.num_reused, choice.worker.node, decision.cluster),
+            reuse=decision.sources(choice),
             decode_worker=request.decode_worker,
             attempt=request.attempt,
             priority=request.priority,

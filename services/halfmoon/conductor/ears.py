@@ -16,10 +16,11 @@ from halfmoon.conductor.hot import HotIndex
 from halfmoon.conductor.instruments import Instruments
 from halfmoon.conductor.members import Members
 from halfmoon.conductor.requests import OpenRequests
+from halfmoon.scheduling.costs.fitted import Fitted
 from halfmoon.schemas import subjects
 from halfmoon.schemas.caches import WorkerCache
 from halfmoon.schemas.ids import WorkerId
-from halfmoon.schemas.members import Goodbye, Heartbeat, WorkerHeartbeat
+from halfmoon.schemas.members import Goodbye, Heartbeat, NodeHeartbeat, WorkerHeartbeat
 from halfmoon.schemas.requests import RequestCancel
 from halfmoon.schemas.splits import DecodeHalf, HalfEnded, PrefillHalf, Role, TransferDone
 
@@ -33,6 +34,7 @@ class Ears:
         conductor: WorkerId,
         members: Members,
         hot: HotIndex,
+        fitted: Fitted,
         flights: Flights,
         book: Book,
         gate: Gate,
@@ -44,6 +46,7 @@ class Ears:
         self._conductor = conductor
         self._members = members
         self._hot = hot
+        self._fitted = fitted
         self._flights = flights
         self._book = book
         self._gate = gate
@@ -95,6 +98,10 @@ class Ears:
         if isinstance(heartbeat, WorkerHeartbeat):
             self._book.heard(heartbeat, time.monotonic())
             self._gate.heard(heartbeat)
+        if isinstance(heartbeat, WorkerHeartbeat):
+            self._fitted.hear_worker(heartbeat)
+        elif isinstance(heartbeat, NodeHeartbeat):
+            self._fitted.hear_node(heartbeat)
         if isinstance(heartbeat, WorkerHeartbeat) and heartbeat.role is not Role.PREFILL:
             self._flights.progress(heartbeat.requests)
             beat = self._members.num_beats(heartbeat.worker)
@@ -166,6 +173,7 @@ class Ears:
 
     def _lost(self, worker: WorkerId) -> None:
         self._hot.forget(worker)
+        self._fitted.forget(worker)
         self._book.lost(worker)
         self._gate.wake()
         for request in self._requests.on_worker(worker):

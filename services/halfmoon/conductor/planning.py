@@ -4,7 +4,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from halfmoon.chunks.keys import Namespace, chunk_keys
 from halfmoon.conductor.copies import Copies
@@ -13,9 +13,12 @@ from halfmoon.conductor.instruments import Instruments
 from halfmoon.conductor.members import Members
 from halfmoon.scheduling.admission import admit
 from halfmoon.scheduling.cluster import Cluster
-from halfmoon.scheduling.contract import Ask, Costs, Plan, Policy
+from halfmoon.scheduling.contract import Ask, Costs, Plan, Policy, PrefillChoice
+from halfmoon.scheduling.estimates import Assumed, Estimates
 from halfmoon.scheduling.index import ChunkIndex
+from halfmoon.scheduling.prefix import CachedPrefix
 from halfmoon.schemas.ids import ChunkKey, ModelName, RequestId, TenantId
+from halfmoon.schemas.kv_tier import ChunkSource
 from halfmoon.schemas.model import ModelCard
 from halfmoon.schemas.wire import Error
 
@@ -32,6 +35,7 @@ class Decision:
     """Whole chunks of the prompt."""
     keys: tuple[ChunkKey, ...] = ()
     """Theirs."""
+    estimates: Estimates = field(default_factory=Assumed)
 
     @property
     def card(self) -> ModelCard:
@@ -39,6 +43,12 @@ class Decision:
 
     def with_plan(self, plan: Plan) -> "Decision":
         return self if plan is self.plan else replace(self, plan=plan)
+
+    def sources(self, choice: PrefillChoice) -> tuple[tuple[ChunkSource, ...], ...]:
+        """For each chunk that the choice reuses, where it is, best first."""
+        chunk_bytes = self.card.payload_bytes(self.card.chunk_tokens)
+        prefix = CachedPrefix(self.ask.match, chunk_bytes, self.estimates, self.ask.request_id)
+        return prefix.sources(choice.num_reused, choice.worker.node, self.cluster.nodes)
 
     def hits(self) -> Counter[str]:
         """Chunks by where the first choice is to find them: `hbm` (hot in its engine), the memory of its node's pool
@@ -114,7 +124,7 @@ class Planner:
         plan = self._policy.rank(ask, candidates, self._costs, self._turn)
         self._turn += 1
         self._instruments.decision.observe(time.perf_counter() - started_s)
-        return Decision(plan, cluster, ask, root, len(keys), tuple(keys))
+        return Decision(plan, cluster, ask, root, len(keys), tuple(keys), self._costs.estimates)
 
     def carry_out(self, decision: Decision) -> None:
         """What is now being placed by it is counted, and may be a reason for copies."""

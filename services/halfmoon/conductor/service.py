@@ -29,6 +29,7 @@ from halfmoon.conductor.texts import Texts
 from halfmoon.lifecycle import VERSION, Runtime, StartupError
 from halfmoon.scheduling.contract import Costs
 from halfmoon.scheduling.copies import CopyLimits
+from halfmoon.scheduling.costs.fitted import Fitted
 from halfmoon.scheduling.demand import Demand
 from halfmoon.scheduling.estimates import Assumed
 from halfmoon.scheduling.policies import policy_named
@@ -80,10 +81,12 @@ class Conductor:
             log,
             prefetch_confidence=config.prefetch_confidence,
         )
+        self.fitted = Fitted(
+            Assumed(prefill_tokens_per_s=config.assumed_prefill_tokens_per_s, pull_bytes_per_s=config.pull_bytes_per_s),
+            self.members.traffic,
+        )
         self._costs = Costs(
-            estimates=Assumed(
-                prefill_tokens_per_s=config.assumed_prefill_tokens_per_s, pull_bytes_per_s=config.pull_bytes_per_s
-            ),
+            estimates=self.fitted,
             max_waiting_per_worker=config.max_waiting_per_worker,
             retry_after_s=config.retry_after_s,
             num_choices=config.split_attempts,
@@ -105,6 +108,7 @@ class Conductor:
             runtime.worker_id,
             self.members,
             self.hot,
+            self.fitted,
             self.flights,
             self.book,
             self.gate,

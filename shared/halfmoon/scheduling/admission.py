@@ -3,21 +3,16 @@
 request ─ admit ─▶ Rejection, or Candidates (one model card, its workers) ─ Policy.rank ─▶ Plan
 """
 
-import itertools
 from collections.abc import Sequence
 from typing import Protocol
 
 from halfmoon.scheduling.cluster import Cluster, WorkerLoad
 from halfmoon.scheduling.contract import Ask, Candidates, Costs
-from halfmoon.scheduling.index import Match
-from halfmoon.schemas.ids import ModelName, NodeId
-from halfmoon.schemas.kv_tier import ChunkSource
+from halfmoon.schemas.ids import ModelName
 from halfmoon.schemas.model import ModelCard
 from halfmoon.schemas.splits import Role
 from halfmoon.schemas.wire import Error, ErrorCode
 
-MAX_SOURCES = 3
-"""Nodes named per chunk: one may have evicted it meanwhile, hardly three."""
 MAX_NAMED_MODELS = 20
 
 
@@ -86,26 +81,16 @@ def max_tokens(requested: int | None, num_prompt_tokens: int, limit_tokens: int)
     return left if requested is None else min(requested, left)
 
 
-def sources(match: Match, num_reused: int, node: NodeId, cluster: Cluster) -> tuple[tuple[ChunkSource, ...], ...]:
-    """For each chunk to reuse, where it is: on the prefill worker's own node first, then in memory before SSDs."""
-    chunks = itertools.zip_longest(match.holders[:num_reused], match.on_ssd[:num_reused], fillvalue=frozenset[NodeId]())
-    return tuple(
-        tuple(
-            ChunkSource(node=holder, epoch=cluster.nodes[holder])
-            for holder in sorted(holders, key=lambda each: (each != node, each in on_ssd, each))[:MAX_SOURCES]
-        )
-        for holders, on_ssd in chunks
-    )
-
-
 def _groups(model: ModelName, cluster: Cluster, ask: Ask) -> list[Candidates]:
     cards: dict[tuple[str | int, ...], ModelCard] = {}
     prefills: dict[tuple[str | int, ...], list[WorkerLoad]] = {}
     decodes: dict[tuple[str | int, ...], list[WorkerLoad]] = {}
+    identities: dict[int, tuple[str | int, ...]] = {}
     for worker in cluster.workers:
         if worker.card.name != model:
             continue
-        identity = worker.card.kv_identity
+        # Workers of one model mostly share one card, whose identity takes longer to make than to find.
+        identity = identities.get(id(worker.card)) or identities.setdefault(id(worker.card), worker.card.kv_identity)
         cards.setdefault(identity, worker.card)
         side = prefills if worker.role is Role.PREFILL else decodes
         side.setdefault(identity, []).append(worker)
