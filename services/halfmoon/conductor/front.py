@@ -49,7 +49,7 @@ class Front:
         self._work: Subscription | None = None
         self._plain: Subscription | None = None
 
-    async def open(self, record: EndpointRecord, *, ack_wait_s: float, max_in_flight: int) -> None:
+    async def open(self, record: EndpointRecord, *, ack_wait_s: float, max_open: int) -> None:
         """Begin to take requests. `record` counts the plain ones in the services API."""
         self._record = record
         await self._bus.ensure_stream(REQUESTS)
@@ -61,7 +61,7 @@ class Front:
             self._on_delivery,
             ack_wait_s=ack_wait_s,
             max_ack_pending=MAX_ACK_PENDING,
-            max_outstanding=max_in_flight,
+            max_outstanding=max_open,
         )
 
     async def drain(self, timeout_s: float) -> None:

@@ -21,7 +21,9 @@ from halfmoon.conductor.intake import Reader
 from halfmoon.conductor.members import Members
 from halfmoon.conductor.owner import Owner, Parts
 from halfmoon.conductor.partners import Lonely
+from halfmoon.conductor.pins import PinWatch
 from halfmoon.conductor.planning import Planner
+from halfmoon.conductor.prompt_keys import PromptCutter
 from halfmoon.conductor.requests import OpenRequests
 from halfmoon.conductor.speaker import Speaker
 from halfmoon.conductor.state import RequestState
@@ -41,6 +43,9 @@ from halfmoon.schemas.members import HEARTBEAT_INTERVAL_S, MemberState, ServiceH
 from halfmoon.tasks import ended
 from halfmoon.text import TextError
 
+MAX_AT_THE_DOOR = 64
+"""Requests taken beyond those that have a place: it is decided who of all has none, not who comes too late."""
+
 
 class Conductor:
     """See `halfmoon.lifecycle.Service` for its life."""
@@ -52,6 +57,7 @@ class Conductor:
         self._state = MemberState.LOADING
         self._tasks: list[asyncio.Task[None]] = []
         self._front: Front | None = None
+        self._cutter: PromptCutter | None = None
         config, bus, log = runtime.config, runtime.bus, runtime.log
         self.instruments = Instruments(runtime.metrics)
         self.members = Members()
@@ -63,6 +69,7 @@ class Conductor:
         self.indexer = Indexer(
             bus, log, live=lambda: self.members.cluster().nodes, page_timeout_s=config.snapshot_timeout_s
         )
+        self.pins = PinWatch(bus, log, self.members.latest_order)
         self.copies = Copies(
             bus,
             runtime.worker_id,
@@ -80,6 +87,7 @@ class Conductor:
             self.instruments,
             log,
             prefetch_confidence=config.prefetch_confidence,
+            pinned=lambda: self.pins.runs,
         )
         self.fitted = Fitted(
             Assumed(prefill_tokens_per_s=config.assumed_prefill_tokens_per_s, pull_bytes_per_s=config.pull_bytes_per_s),
@@ -126,19 +134,22 @@ class Conductor:
         await self._ears.open()
         self._keep(self.indexer.run(), "index")
         self._keep(self._look_after_members(), "members")
+        self._keep(self.pins.run(), "pins")
         self._keep(self._stay_in_progress(), "in-progress acks")
         front = self._front = self._build_front(texts)
         try:
             service = await self._runtime.bus.add_service("halfmoon-conductor", VERSION, "Places requests on workers.")
             record = service.add_endpoint("generate", subjects.GENERATE_ALL, DURABLE)
             await self.copies.open(service)
+            assert self._cutter is not None
+            await self._cutter.open(self._runtime.bus, service)
             self._keep(self.copies.run(self._config.replicate_every_s), "copies")
             # Heartbeats first: a request that comes before them would be told that nobody is there.
             await asyncio.sleep(self._config.listen_first_s)
             await front.open(
                 record,
                 ack_wait_s=self._config.ack_wait_s,
-                max_in_flight=self._config.max_in_flight + self._config.max_waiting,
+                max_open=self._config.max_in_flight + self._config.max_waiting + MAX_AT_THE_DOOR,
             )
         except BusError as error:
             raise StartupError(f"the conductor can't take requests: {error}") from error
@@ -166,6 +177,8 @@ class Conductor:
             await self._front.close()
         await self._ears.close()
         await self.copies.close()
+        if self._cutter is not None:
+            await self._cutter.close()
         tasks, self._tasks = self._tasks, []
         await ended(*tasks)
 
@@ -190,6 +203,7 @@ class Conductor:
             self.instruments,
             self.copies,
         )
+        self._cutter = PromptCutter(self.members, planner, texts)
         dispatcher = Dispatcher(
             bus,
             self._runtime.worker_id,
