@@ -36,6 +36,7 @@ _MAX_SENDING = 64
 _ORDER_TIMEOUT_S = 2.0
 _QUEUE = "conductors"
 _AT_ONCE = 8
+_PINS_EVERY_S = 5.0
 
 
 class Copies:
@@ -54,7 +55,8 @@ class Copies:
         prefetch_confidence: float = 1.0,
         pinned: Callable[[], Sequence[Run]] = tuple,
     ) -> None:
-        """`index`: None while it isn't current. `prefetch_confidence`: 1 prefetches nothing."""
+        """`index`: None while it isn't current. `prefetch_confidence`: 1 prefetches nothing. `pinned`: what is to have
+        more than one copy however rarely it is used."""
         self._bus = bus
         self._conductor = conductor
         self._members = members
@@ -64,6 +66,7 @@ class Copies:
         self._log = log
         self._confidence = prefetch_confidence
         self._pinned = pinned
+        self._pins_due_s = 0.0
         self._continuations = Continuations()
         self._sending: set[asyncio.Task[None]] = set()
         self._endpoint: Endpoint | None = None
@@ -146,12 +149,15 @@ class Copies:
             return
         cluster = self._members.cluster()
         conductors = self._members.conductors() | {self._conductor}
-        pinned = [run for run in self._pinned() if self._decides(run.keys[0], conductors)]
+        pinned: list[Run] = []
+        if now_s >= self._pins_due_s:
+            self._pins_due_s = now_s + _PINS_EVERY_S
+            pinned += (run for run in self._pinned() if self._decides(run.keys[0], conductors))
 
         def holders(key: ChunkKey) -> frozenset[NodeId]:
             return next(iter(index.match((key,), cluster.nodes).holders), frozenset())
 
-        orders = self._planner.orders(holders, self._members.pools(), cluster.labels, now_s, pinned)
+        orders = self._planner.orders(holders, self._members.pools(), self._members.places(), now_s, pinned)
         of_pins = {id(run) for run in pinned}
         for order in orders:
             self._send(order, Cause.PINNED if id(order.run) in of_pins else Cause.DEMAND, index)
@@ -166,13 +172,15 @@ class Copies:
             message = f"at most {MAX_ASKED} keys at a time, got {len(request.keys)}"
             raise RemoteError(Error(code=ErrorCode.INVALID_REQUEST, message=message))
         cluster = self._members.cluster()
+        places = self._members.places()
         pinned = {key for run in self._pinned() for key in run.keys}
         going: list[ChunkKey] = []
         for key in request.keys:
-            holders = next(iter(index.match((key,), cluster.nodes).holders), frozenset())
-            if request.node in holders and len(holders) > 1:
+            match = index.match((key,), cluster.nodes)
+            in_dram = frozenset().union(*match.holders).difference(*match.on_ssd)
+            if request.node in in_dram and len(in_dram) > 1:
                 wanted = self._planner.wanted(key, now_s, pinned=key in pinned)
-                if request.node in surplus(key, holders, wanted, cluster.labels):
+                if request.node in surplus(key, in_dram, wanted, places):
                     going.append(key)
         return Surplus(keys=tuple(going))
 

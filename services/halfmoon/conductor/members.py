@@ -12,6 +12,7 @@ from typing import assert_never
 import msgspec
 
 from halfmoon.scheduling.cluster import Cluster, WorkerLoad
+from halfmoon.scheduling.copies import MACHINE
 from halfmoon.scheduling.costs.traffic import Traffic
 from halfmoon.scheduling.estimates import token_pairs
 from halfmoon.scheduling.replication import Pool
@@ -258,6 +259,14 @@ class Members:
             for node, (beat, _) in self._nodes.items()
             if beat.state is MemberState.SERVING and beat.pool is not None
         }
+
+    def places(self) -> dict[NodeId, dict[str, str]]:
+        """Where each pool is: its labels, and its machine."""
+        return {node: {**beat.labels, MACHINE: beat.host} for node, (beat, _) in self._nodes.items()}
+
+    def latest_order(self) -> int:
+        """The highest number of a standing order that any pool has carried out."""
+        return max((beat.orders_seq for beat, _ in self._nodes.values()), default=0)
 
     def cluster(self) -> Cluster:
         """What was worked out before is used again, as far as nothing has changed: this is asked for each request."""

@@ -123,7 +123,7 @@ class KvTierConfig(CommonConfig, frozen=True, kw_only=True, forbid_unknown_field
     trim_free_share: Annotated[
         float,
         Meta(description="Pressure: a smaller share of the slots is free. 0: no copies are trimmed first.", ge=0, le=1),
-    ] = 0.05
+    ] = 0.2
 
     ssd_dir: Annotated[
         Path | None,

@@ -95,7 +95,7 @@ class Copier:
         for chunk in request.chunks:
             if self._is_here(chunk.key) or chunk.key in self._queued or self._puller.is_coming(chunk.key):
                 num_here += 1
-            elif self._room() > len(self._queued) and len(self._queued) < MAX_QUEUED:
+            elif self._room(request.cause) > len(self._queued) and len(self._queued) < MAX_QUEUED:
                 self._queue.append(_Wanted(chunk, request.cause, links, until_s))
                 self._queued.add(chunk.key)
                 num_queued += 1
@@ -122,7 +122,7 @@ class Copier:
         """Chunks of one order, as many as may be on their way at once; those whose time is over are dropped."""
         batch: list[_Wanted] = []
         left_bytes = self._batch_bytes
-        room = self._room()
+        room = self._room(self._queue[0].cause)
         while self._queue and (not batch or self._queue[0].until_s == batch[0].until_s):
             wanted = self._queue[0]
             if batch and (wanted.chunk.num_bytes > left_bytes or len(batch) >= room):
@@ -173,7 +173,13 @@ class Copier:
         slot = self._store.ledger.slots.find(key)
         return slot is not None and slot.registered
 
-    def _room(self) -> int:
-        """Chunks that may come: of the share for them, and of the slots that are free or could be freed."""
-        counts = self._store.ledger.slots.counts()
-        return min(self._max_unused - len(self._store.unasked), counts.free + counts.ready)
+    def _room(self, cause: Cause) -> int:
+        """Chunks that may come: of the slots that are free or could be freed, and of the share for what isn't used.
+
+        Pinned ones aren't kept for their use, and have a bound of their own: see `pins`.
+        """
+        counts, unasked = self._store.ledger.slots.counts(), self._store.unasked
+        could_be_freed = counts.free + counts.ready
+        if cause is Cause.PINNED:
+            return could_be_freed
+        return min(self._max_unused - len(unasked) + unasked.num_waiting(Cause.PINNED), could_be_freed)

@@ -68,7 +68,9 @@ class Demoter:
     def _needs_write(self, slot: Slot) -> bool:
         key = slot.key
         assert key is not None
-        return key not in self._ssd and self._lower.is_worth_writing(key)
+        if key in self._ssd or self._store.evictor.is_surplus(key):
+            return False
+        return self._lower.is_worth_writing(key)
 
     async def _demote(self, slot: Slot) -> None:
         """Write a ready slot's chunk and free the slot, unless somebody uses it meanwhile."""

@@ -13,7 +13,9 @@ from halfmoon.schemas.ids import ChunkKey, NodeId
 
 Labels = Mapping[NodeId, Mapping[str, str]]
 
-_DOMAINS = ("zone", "rack", "switch")
+MACHINE = "halfmoon.host"
+"""Beside an operator's labels: nodes of one machine go with it."""
+_DOMAINS = ("zone", "rack", "switch", MACHINE)
 """Labels that name what fails together, the widest first."""
 
 
@@ -53,7 +55,7 @@ def surplus(key: ChunkKey, holders: Iterable[NodeId], wanted: int, labels: Label
 
 
 def nearness(node: NodeId, others: Iterable[NodeId], labels: Labels) -> int:
-    """What `node` shares with the nearest of the others: 3 a switch, 2 a rack, 1 a zone, 0 nothing that is labelled."""
+    """What `node` shares with the nearest of the others: 4 the machine, 3 a switch, 2 a rack, 1 a zone, else 0."""
     own = labels.get(node, {})
     near = 0
     for other in others:
