@@ -61,8 +61,8 @@ class Lister:
                 yield HeldChunk(meta=meta, num_leases=slot.num_leases, is_pinned=slot.is_pinned)
         if store.lower is not None:
             for meta in store.lower.ssd.metas():
-                slot = store.ledger.slots.find(meta.key)
-                if slot is None or not slot.registered:
+                above = store.ledger.slots.find(meta.key)
+                if above is None or not above.registered:
                     yield HeldChunk(meta=meta, is_pinned=meta.key in store.pins)
 
 
