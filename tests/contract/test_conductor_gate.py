@@ -3,6 +3,7 @@
 import asyncio
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -43,19 +44,28 @@ def num_waiting(stage: Stage, conductor: int = 0) -> int:
     return stage.conductors[conductor].book.num_waiting
 
 
+def is_waiting(stage: Stage, num: int) -> bool:
+    return num_waiting(stage) == num
+
+
+def is_running(decode: FakeWorker, name: str) -> bool:
+    return RequestId(name) in decode.running
+
+
 async def occupied(stage: Stage) -> FakeWorker:
     """The decode worker, which runs the one request that may be in flight."""
     await stage.client.submit(request("running"))
     decode = stage.workers["d1"]
-    await until(lambda: RequestId("running") in decode.running)
+    await until(partial(is_running, decode, "running"))
     return decode
 
 
 async def submitted(stage: Stage, *requests: RequestSubmitted) -> None:
     """In this order, and all of them waiting."""
-    for number, each in enumerate(requests, start=1 + num_waiting(stage)):
+    for each in requests:
+        before = num_waiting(stage)
         await stage.client.submit(each)
-        await until(lambda number=number: num_waiting(stage) == number)
+        await until(partial(is_waiting, stage, before + 1))
 
 
 async def served_in_turn(decode: FakeWorker, num: int) -> list[str]:
@@ -64,9 +74,13 @@ async def served_in_turn(decode: FakeWorker, num: int) -> list[str]:
     for _ in range(num):
         (running,) = decode.running
         await decode.end(running)
-        await until(lambda running=running: len(decode.running) == 1 and running not in decode.running)
+        await until(partial(has_changed, decode, running))
         order.append(str(next(iter(decode.running))))
     return order
+
+
+def has_changed(decode: FakeWorker, before: RequestId) -> bool:
+    return len(decode.running) == 1 and before not in decode.running
 
 
 def refusal(stage: Stage, name: str) -> Error:
@@ -218,7 +232,7 @@ async def test_early_counts_what_runs_predictive_what_will_and_none_nothing(
     outlook = stage.conductors[0].book.outlook
     for name in ("a", "b"):
         await stage.client.submit(request(name))
-        await until(lambda name=name: RequestId(name) in decode.running)
+        await until(partial(is_running, decode, name))
     # Both are placed, neither has begun to generate.
     await stage.client.submit(request("c"))
     await until(lambda: bool(RequestId("c") in decode.running or stage.client.ends("c")))
