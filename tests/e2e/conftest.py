@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from support.model import small_model
-from support.system import System
+from support.system import System, free_port
 
 CHUNK_TOKENS = 64
 API_KEYS = '{"sk-alpha": "alpha", "sk-beta": "beta"}'
@@ -27,9 +27,16 @@ def shm_system(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterato
 
 
 @pytest.fixture(scope="session")
-def tcp_system(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[System]:
+def conductor_metrics() -> str:
+    """Where the conductor of `tcp_system` shows its metrics."""
+    return f"http://127.0.0.1:{free_port()}/metrics"
+
+
+@pytest.fixture(scope="session")
+def tcp_system(model: Path, tmp_path_factory: pytest.TempPathFactory, conductor_metrics: str) -> Iterator[System]:
     """The same, but each node carries a host label of its own: KV moves over tcp. With API keys."""
-    environ = {"HALFMOON_GATEWAY_API_KEYS": API_KEYS}
+    port = conductor_metrics.rpartition(":")[2].partition("/")[0]
+    environ = {"HALFMOON_GATEWAY_API_KEYS": API_KEYS, "HALFMOON_CONDUCTOR_METRICS_PORT": port}
     system = System.start(tmp_path_factory.mktemp("tcp"), model, *TORCH, "--transport=tcp", environ=environ)
     yield system
     assert system.stop() == 0

@@ -89,6 +89,10 @@ async def test_tenants_do_not_share_and_one_tenant_does(any_system: System) -> N
         await driver.send(prompt, prefill="prefill-1", decode="decode-1", tenant="alpha")
         same = await driver.send(prompt, prefill="prefill-1", decode="decode-1", tenant="alpha", reuse=reuse)
         other = await driver.send(prompt, prefill="prefill-1", decode="decode-1", tenant="beta", reuse=reuse)
+        remote = await driver.send(prompt, prefill="prefill-2", decode="decode-1", tenant="alpha", reuse=reuse)
+        third = await driver.send(prompt, prefill="prefill-2", decode="decode-1", tenant="gamma", reuse=reuse)
     assert [chunk.outcome for chunk in same.ready.values()] == [ChunkOutcome.HIT_LOCAL] * 2
     assert [chunk.outcome for chunk in other.ready.values()] == [ChunkOutcome.COMPUTED] * 2
-    assert same.tokens == other.tokens
+    assert [chunk.outcome for chunk in remote.ready.values()] == [ChunkOutcome.HIT_REMOTE] * 2
+    assert [chunk.outcome for chunk in third.ready.values()] == [ChunkOutcome.COMPUTED] * 2
+    assert same.tokens == other.tokens == remote.tokens == third.tokens

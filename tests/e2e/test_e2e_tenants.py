@@ -1,9 +1,13 @@
 """API keys are tenants, and tenants don't see each other's cache: tested as a pair, so that no cache can't pass."""
 
+from collections import Counter
+
 import httpx
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
 from support.system import System
+from support.wait import until
 
 pytestmark = [pytest.mark.timeout(120), pytest.mark.model]
 
@@ -11,7 +15,8 @@ MODEL = "SmolLM2-135M-Instruct"
 PROMPT = "The tide comes and the tide goes, and the moon looks on. " * 12
 
 
-def cached_tokens(system: System, key: str) -> int:
+def usage_of(system: System, key: str) -> dict[str, int]:
+    """`prompt`, `cached` and `completion` tokens of one request."""
     answer = httpx.post(
         f"{system.url}/v1/completions",
         json={"model": MODEL, "prompt": PROMPT, "max_tokens": 1, "temperature": 0},
@@ -19,16 +24,41 @@ def cached_tokens(system: System, key: str) -> int:
         timeout=60,
     )
     assert answer.status_code == 200, answer.text
-    cached = answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"]
-    assert isinstance(cached, int)
-    return cached
+    usage = answer.json()["usage"]
+    return {
+        "prompt": usage["prompt_tokens"],
+        "cached": usage["prompt_tokens_details"]["cached_tokens"],
+        "completion": usage["completion_tokens"],
+    }
 
 
-def test_the_same_tenant_hits_and_another_misses(tcp_system: System) -> None:
-    assert cached_tokens(tcp_system, "sk-alpha") == 0
-    assert cached_tokens(tcp_system, "sk-alpha") > 0
-    assert cached_tokens(tcp_system, "sk-beta") == 0
-    assert cached_tokens(tcp_system, "sk-beta") > 0
+def account_of(metrics_url: str, tenant: str) -> dict[str, int]:
+    """What the conductor's metrics say of this tenant's tokens."""
+    return {
+        sample.labels["kind"]: int(sample.value)
+        for family in text_string_to_metric_families(httpx.get(metrics_url).text)
+        if family.name == "halfmoon_conductor_tenant_tokens"
+        for sample in family.samples
+        if sample.labels["tenant"] == tenant and sample.labels["model"] == MODEL
+    }
+
+
+async def test_the_same_tenant_hits_another_misses_and_each_has_its_account(
+    tcp_system: System, conductor_metrics: str
+) -> None:
+    before = {tenant: Counter(account_of(conductor_metrics, tenant)) for tenant in ("alpha", "beta")}
+    used = {"alpha": Counter[str](), "beta": Counter[str]()}
+    for tenant in ("alpha", "beta"):
+        cold, warm = usage_of(tcp_system, f"sk-{tenant}"), usage_of(tcp_system, f"sk-{tenant}")
+        assert cold["cached"] == 0
+        assert warm["cached"] > 0
+        used[tenant].update(cold)
+        used[tenant].update(warm)
+
+    def has_been_told() -> bool:
+        return all(account_of(conductor_metrics, tenant) == before[tenant] + used[tenant] for tenant in used)
+
+    await until(has_been_told, what="the conductor's accounts")
 
 
 @pytest.mark.parametrize("headers", [{}, {"authorization": "Bearer sk-gamma"}, {"authorization": "sk-alpha"}])
