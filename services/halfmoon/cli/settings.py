@@ -110,8 +110,10 @@ def _describe(hint: object) -> tuple[str, str, str]:
         return description or below[0], bounds or below[1], below[2]
     if args := typing.get_args(hint):
         parts = [_describe(arg) for arg in args]
-        if typing.get_origin(hint) in (dict, tuple, list):
-            return "", "", str(hint).replace("typing.", "")
+        origin = typing.get_origin(hint)
+        if origin in (dict, tuple, list):
+            kinds = ["..." if arg is Ellipsis else part[2] for arg, part in zip(args, parts, strict=True)]
+            return "", "", f"{origin.__name__}[{', '.join(kinds)}]"
         kinds = [part[2] for part in parts]
         return "", next((part[1] for part in parts if part[1]), ""), " or ".join(kinds)
     return "", "", "none" if hint is type(None) else getattr(hint, "__name__", str(hint)).replace("Path", "path")
