@@ -122,20 +122,23 @@ class Copies:
         For whoever knows a reason for a copy: a policy whose plan names one, `placed` for what is likely to follow. The
         bounds are the same as for demand: copies of a chunk, room at the node, bytes it may be sent in a second. Call
         it inside the span of the request on whose account it is; the order is sent by a task, so nothing is awaited.
-        `first`: the node to be asked first for the chunks.
+        What is prefetched may also come from the node's own SSD. `first`: the node to be asked first for the chunks.
         """
         index, now_s = self._index(), time.monotonic()
         pool = self._members.pools().get(destination)
         if index is None or pool is None:
             return False
+        match = index.match(run.keys[begin:], self._members.cluster().nodes)
         positions: list[int] = []
-        for at, holders in enumerate(self._holders(index, run.keys[begin:]), begin):
-            if not holders or len(positions) >= pool.room:
+        for at, holders in enumerate(match.holders):
+            if len(positions) >= pool.room:
                 break
-            if destination not in holders:
-                if len(holders) >= self._planner.limits.max_copies:
-                    break
-                positions.append(at)
+            is_below = cause is Cause.PREFETCH and destination in frozenset().union(*match.on_ssd[at : at + 1])
+            if destination in holders and not is_below:
+                continue
+            if len(holders) >= self._planner.limits.max_copies and not is_below:
+                break
+            positions.append(begin + at)
         order = Order(run, tuple(positions), destination)
         if not positions or not self._planner.allow(order, now_s):
             return False
@@ -199,9 +202,6 @@ class Copies:
 
     def _decides(self, first_chunk: ChunkKey, conductors: frozenset[WorkerId]) -> bool:
         return max(conductors, key=lambda each: lot(first_chunk, NodeId(each))) == self._conductor
-
-    def _holders(self, index: ChunkIndex, keys: Sequence[ChunkKey]) -> tuple[frozenset[NodeId], ...]:
-        return index.match(keys, self._members.cluster().nodes).holders
 
     def _send(self, order: Order, cause: Cause, index: ChunkIndex, *, first: NodeId | None = None) -> None:
         if len(self._sending) >= _MAX_SENDING:

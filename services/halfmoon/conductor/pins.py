@@ -1,4 +1,4 @@
-"""What is pinned, as runs of chunks: pools keep every copy that they have, conductors see to it that there are enough."""
+"""What is pinned, as runs of chunks: pools keep the copies that they have, conductors see that there are enough."""
 
 import asyncio
 from collections.abc import Callable, Iterable, Mapping

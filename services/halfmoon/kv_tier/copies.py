@@ -20,6 +20,7 @@ from halfmoon.bus.errors import RemoteError
 from halfmoon.chunks.keys import KEY_BYTES
 from halfmoon.kv_tier.flights import PullRequest
 from halfmoon.kv_tier.pull import Puller
+from halfmoon.kv_tier.ssd_reads import SsdReader
 from halfmoon.kv_tier.store import ChunkStore
 from halfmoon.schemas.copies import Cause, Replicate, Replicating
 from halfmoon.schemas.ids import ChunkKey, NodeId, RequestId, WorkerId, new_lease_id
@@ -59,6 +60,7 @@ class Copier:
         batch_bytes: int,
         max_share: float,
         give_up_s: float,
+        reader: SsdReader | None = None,
     ) -> None:
         """`batch_bytes` are on their way at once, one chunk at the least. `max_share`: of the slots, for what was
         brought and nobody has used."""
@@ -71,6 +73,7 @@ class Copier:
         self._batch_bytes = batch_bytes
         self._max_unused = math.ceil(max_share * store.arena.num_slots)
         self._give_up_s = give_up_s
+        self._reader = reader
         self._queue: deque[_Wanted] = deque()
         self._queued: set[ChunkKey] = set()
         self._news = asyncio.Event()
@@ -153,11 +156,28 @@ class Copier:
             ledger.open_lease(lease_id, self._holder, request_id, self._store.clock_ns() + int(2 * _BATCH_S * 1e9))
             try:
                 pull = PullRequest(request_id, lease_id, True, ends_ns, current(), unasked=True)
-                brought = await self._puller.pull(pull, [wanted.chunk for wanted in batch])
+                brought = await self._fetch(pull, [wanted.chunk for wanted in batch])
             finally:
                 ledger.release(lease_id, self._store.clock_ns())
             self._account(batch, brought)
             span.set_attribute("halfmoon.num_brought", sum(chunk.slot is not None for chunk in brought))
+
+    async def _fetch(self, pull: PullRequest, chunks: Sequence[WantedChunk]) -> list[AcquiredChunk]:
+        """From this node's own SSD what lies there, to stay in DRAM; from other nodes the rest."""
+        lower = self._store.lower
+        below = {} if lower is None or self._reader is None else lower.among(chunk.key for chunk in chunks)
+        if self._reader is None or not below:
+            return await self._puller.pull(pull, chunks)
+        here = [chunk for chunk in chunks if chunk.key in below]
+        elsewhere = [chunk for chunk in chunks if chunk.key not in below]
+        read, pulled = await asyncio.gather(
+            self._reader.read(pull, here, direct=True), self._puller.pull(pull, elsewhere)
+        )
+        for chunk in read:
+            if chunk.slot is not None:
+                self._store.promote(self._store.ledger.slots[chunk.slot.slot])
+        by_key = {chunk.key: chunk for chunk in (*read, *pulled)}
+        return [by_key[chunk.key] for chunk in chunks]
 
     def _account(self, batch: Sequence[_Wanted], brought: Sequence[AcquiredChunk]) -> None:
         for wanted, chunk in zip(batch, brought, strict=True):

@@ -24,6 +24,7 @@ from halfmoon.kv_tier.pull import Puller
 from halfmoon.kv_tier.rdma import open_rdma
 from halfmoon.kv_tier.requests import Requests
 from halfmoon.kv_tier.ssd_open import OpenSsd, open_ssd
+from halfmoon.kv_tier.ssd_reads import SsdReader
 from halfmoon.kv_tier.store import ChunkStore
 from halfmoon.kv_tier.transports import advertised, authorizer, make_transports, serve_tcp
 from halfmoon.kv_tier.trim import Trimmer
@@ -174,7 +175,7 @@ class KvTier:
         )
         await self._serve_bus(requests, prober)
         await self._serve_orders(store, ssd)
-        await self._open_copies(store, puller, tracer)
+        await self._open_copies(store, puller, tracer, None if ssd is None else ssd.reader)
         if rdma.server is not None:
             await self._serve_rdma(rdma.server)
         self._state = MemberState.SERVING
@@ -254,7 +255,9 @@ class KvTier:
         self._undo.push_async_callback(puller.close)
         return puller
 
-    async def _open_copies(self, store: ChunkStore, puller: Puller, tracer: Tracer) -> None:
+    async def _open_copies(
+        self, store: ChunkStore, puller: Puller, tracer: Tracer, reader: SsdReader | None
+    ) -> None:
         """Chunks that come without a request, and those that go first because others hold them."""
         config = self._config
         copier = Copier(
@@ -267,6 +270,7 @@ class KvTier:
             batch_bytes=config.copy_batch_bytes,
             max_share=config.copy_share,
             give_up_s=config.copy_give_up_s,
+            reader=reader,
         )
         trimmer = Trimmer(store, self._runtime.bus, self._log, node=self._node, free_share=config.trim_free_share)
         self._undo.push_async_callback(trimmer.close)
