@@ -224,6 +224,33 @@ async def test_keys_and_tenants(model: Path, codec: TextCodec) -> None:
         assert (await stand.http.get("/health")).status_code == 200
 
 
+async def test_a_service_tier_is_a_class_of_service_and_a_tenant_may_have_one_for_all(
+    model: Path, codec: TextCodec
+) -> None:
+    async with standing(model, saying(codec, "moon"), api_keys=KEYS, tenant_classes={"bolt": "batch"}) as stand:
+        body = {"model": MODEL, "prompt": "hello"}
+        found = {}
+        for key, tenant in KEYS.items():
+            for tier in (None, "default", "flex"):
+                headers = {"authorization": f"Bearer {key}"}
+                answer = await stand.http.post("/v1/completions", json=body | {"service_tier": tier}, headers=headers)
+                assert answer.status_code == 200
+                found[tenant, tier] = _asked(stand)[-1].service_class
+        assert found == {
+            ("acme", None): None,
+            ("acme", "default"): "interactive",
+            ("acme", "flex"): "batch",
+            ("bolt", None): "batch",
+            ("bolt", "default"): "batch",
+            ("bolt", "flex"): "batch",
+        }
+        headers = {"authorization": f"Bearer {next(iter(KEYS))}"}
+        answer = await stand.http.post("/v1/completions", json=body | {"service_tier": "gold"}, headers=headers)
+        error = _error(answer, 400)
+        assert error["param"] == "service_tier"
+        assert "there is 'auto', 'default', 'flex', 'priority', 'scale'" in error["message"]
+
+
 @pytest.mark.parametrize(
     ("code", "status", "retry"),
     [

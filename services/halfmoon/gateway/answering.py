@@ -119,7 +119,8 @@ class Answering:
         card = self._card()
         # The tokenizer works outside of the interpreter lock; a long prompt must not hold up the others' tokens.
         prompts = await asyncio.get_running_loop().run_in_executor(self._threads, question.prompts, self._codec, card)
-        plan = policy.fan_out(exchange.request_id, self._model, tenant, prompts, question.num_choices)
+        service_class = self._config.tenant_classes.get(tenant, question.service_class)
+        plan = policy.fan_out(exchange.request_id, self._model, tenant, prompts, question.num_choices, service_class)
         exchange.submitted(
             tenant=tenant,
             model=self._model,

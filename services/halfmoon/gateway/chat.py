@@ -36,6 +36,7 @@ class ChatQuestion:
         self.include_usage = bool(self._request.stream_options and self._request.stream_options.include_usage)
         self.sampling = policy.chat_sampling(self._request)
         self.num_choices = policy.num_choices(self._request, config.max_choices)
+        self.service_class = policy.service_class(self._request, config.service_tiers)
 
     def prompts(self, codec: TextCodec, card: ModelCard) -> list[tuple[list[int], Sampling]]:
         try:

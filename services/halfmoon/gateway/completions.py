@@ -29,6 +29,7 @@ class CompletionQuestion:
         self.include_usage = bool(self._request.stream_options and self._request.stream_options.include_usage)
         self.sampling = policy.completion_sampling(self._request)
         self.num_choices = policy.num_choices(self._request, config.max_choices)
+        self.service_class = policy.service_class(self._request, config.service_tiers)
 
     def prompts(self, codec: TextCodec, card: ModelCard) -> list[tuple[list[int], Sampling]]:
         prepared = []

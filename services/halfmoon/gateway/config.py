@@ -2,9 +2,18 @@
 
 from typing import Annotated
 
-from msgspec import Meta
+from msgspec import Meta, field
 
 from halfmoon.config import CommonConfig
+
+SERVICE_TIERS = {
+    "auto": "interactive",
+    "default": "interactive",
+    "flex": "batch",
+    "priority": "interactive",
+    "scale": "interactive",
+}
+"""OpenAI's tiers."""
 
 
 class GatewayConfig(CommonConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -21,6 +30,17 @@ class GatewayConfig(CommonConfig, frozen=True, kw_only=True, forbid_unknown_fiel
             "Secret: never logged. None: anybody, as tenant `default`."
         ),
     ] = None
+    service_tiers: Annotated[
+        dict[str, str],
+        Meta(
+            description="What a request's `service_tier` asks for, as JSON: tier to class of service, as conductors "
+            "know them. Other tiers are refused."
+        ),
+    ] = field(default_factory=lambda: dict(SERVICE_TIERS))
+    tenant_classes: Annotated[
+        dict[str, str],
+        Meta(description="Tenant to class of service, as JSON: of all its requests, whatever tier they ask for."),
+    ] = field(default_factory=dict)
     request_timeout_s: Annotated[
         float, Meta(description="A request that takes longer is cancelled and answered with 504.", gt=0)
     ] = 600.0

@@ -28,6 +28,7 @@ class CommonRequest(msgspec.Struct, kw_only=True):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     n: int | None = None
+    service_tier: str | None = None
     ignore_eos: bool | None = None
     """Not in OpenAI's API: for measurements."""
 

@@ -18,7 +18,6 @@ IGNORED = frozenset(
         "prompt_cache_key",
         "prompt_cache_retention",
         "safety_identifier",
-        "service_tier",
         "store",
         "user",
     }

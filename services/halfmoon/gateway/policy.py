@@ -1,6 +1,6 @@
 """What a request asks of the system: limits, sampling, and which submissions it becomes. Pure."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -82,6 +82,19 @@ def num_choices(request: CommonRequest, max_choices: int) -> int:
     return n
 
 
+def service_class(request: CommonRequest, tiers: Mapping[str, str]) -> str | None:
+    """The class of service that `service_tier` asks for; None where it asks for none. Raises `ApiError` 400."""
+    tier = request.service_tier
+    if tier is None:
+        return None
+    if tier not in tiers:
+        known = ", ".join(f"'{name}'" for name in sorted(tiers))
+        raise bad_request(
+            f"Invalid 'service_tier': '{tier}' is not known here; there is {known}", "service_tier", "invalid_value"
+        )
+    return tiers[tier]
+
+
 def check_stream_options(request: CommonRequest) -> None:
     if request.stream_options is not None and not request.stream:
         raise bad_request("'stream_options' is only allowed with 'stream': true", "stream_options")
@@ -149,6 +162,7 @@ def fan_out(
     tenant: TenantId,
     prompts: Sequence[tuple[Sequence[int], Sampling]],
     num_choices: int,
+    service_class: str | None = None,
 ) -> Plan:
     """One submission for each choice of each prompt. A single one has the request's own id; others `<id>-<index>`.
 
@@ -166,6 +180,7 @@ def fan_out(
                     tokens=tuple(tokens),
                     sampling=msgspec.structs.replace(sampling, seed=_seed(sampling.seed, choice)),
                     tenant=tenant,
+                    service_class=service_class,
                 )
             )
     return Plan(tuple(submissions), num_choices, sum(len(tokens) for tokens, _ in prompts))

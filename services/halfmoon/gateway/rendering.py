@@ -60,6 +60,9 @@ class Question(Protocol):
     @property
     def num_choices(self) -> int: ...
 
+    @property
+    def service_class(self) -> str | None: ...
+
     def prompts(self, codec: TextCodec, card: ModelCard) -> list[tuple[list[int], Sampling]]:
         """Token ids and sampling of each prompt, within the model's limits. Slow: call it in a thread.
 
