@@ -19,7 +19,14 @@ from halfmoon.lifecycle import Runtime
 from halfmoon.schemas import subjects
 from halfmoon.schemas.ids import ModelName, NodeId, RequestId, TransferId, WorkerId
 from halfmoon.schemas.kv_tier import PoolStats
-from halfmoon.schemas.members import Goodbye, MemberState, NodeHeartbeat, RequestProgress, WorkerHeartbeat
+from halfmoon.schemas.members import (
+    Goodbye,
+    MemberState,
+    NodeHeartbeat,
+    RequestProgress,
+    ServiceHeartbeat,
+    WorkerHeartbeat,
+)
 from halfmoon.schemas.model import ModelCard
 from halfmoon.schemas.requests import (
     Failed,
@@ -44,6 +51,7 @@ from halfmoon.schemas.splits import (
 from halfmoon.schemas.wire import HEADER_REPLY, Error, ErrorCode, Message
 from halfmoon.tracing import setup
 from halfmoon.tracing.metrics import Metrics
+from support.heart import Heart
 
 MODEL = ModelName("tiny")
 CARD = ModelCard(
@@ -347,10 +355,13 @@ class Stage:
         self.conductors: list[Conductor] = []
         self.spans: list[InMemorySpanExporter] = []
         self.metrics: list[Metrics] = []
+        self._heart: Heart | None = None
 
     async def open(self, *workers: tuple[str, Role, str], conductor: bool = True, **settings: Any) -> "Stage":
         self.client = Client(await self._make_bus())
         await self.client.start()
+        # Somebody else is heard too, as in life: a conductor that hears nobody at all takes itself for deaf.
+        self._heart = Heart(self.client.bus, REGISTRY_BEAT, every_s=BEAT_S)
         for name, role, node in workers:
             await self.add_worker(name, role, node)
         if conductor:
@@ -372,6 +383,8 @@ class Stage:
         return conductor
 
     async def close(self) -> None:
+        if self._heart is not None:
+            await self._heart.stop()
         for conductor in self.conductors:
             await conductor.stop()
             await conductor.telemetry.aclose()
@@ -395,4 +408,7 @@ def node_beat(node: str, epoch: int) -> NodeHeartbeat:
     )
 
 
+REGISTRY_BEAT = ServiceHeartbeat(
+    worker=WorkerId("registry-1"), service="registry", started_ns=1, state=MemberState.SERVING
+)
 SPLIT_PAIR: Sequence[tuple[str, Role, str]] = (("p1", Role.PREFILL, "node-a"), ("d1", Role.DECODE, "node-b"))

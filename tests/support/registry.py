@@ -10,7 +10,7 @@ import msgspec
 import structlog
 
 from halfmoon.bus.codec import Decoder
-from halfmoon.bus.endpoint import announce, call, submit
+from halfmoon.bus.endpoint import call, submit
 from halfmoon.bus.errors import BusTimeout, NoResponders, RemoteError
 from halfmoon.bus.protocol import Bus, BusMessage
 from halfmoon.bus.streams import CHUNKS
@@ -29,12 +29,12 @@ from halfmoon.schemas.chunks import (
 )
 from halfmoon.schemas.ids import ChunkKey, NodeId, RequestId, WorkerId
 from halfmoon.schemas.kv_tier import Inventory, InventoryPage
-from halfmoon.schemas.members import Heartbeat, MemberState, NodeHeartbeat
+from halfmoon.schemas.members import MemberState, NodeHeartbeat
 from halfmoon.schemas.registry import LookedUp, Lookup, MemberEvent, MemberLost, Snapshot, SnapshotPage
 from halfmoon.tracing import setup
 from halfmoon.tracing.metrics import Metrics
+from support.heart import Heart
 
-HEARTBEAT_S = 0.1
 CALL_TIMEOUT_S = 5.0
 
 
@@ -149,22 +149,6 @@ async def applied(bus: Bus, seq: int, timeout_s: float = 20.0) -> None:
         return page.stream_seq >= seq
 
     await eventually(is_applied, timeout_s, what=f"applied up to {seq}")
-
-
-class Heart:
-    """Beats for a member until it is stopped."""
-
-    def __init__(self, bus: Bus, heartbeat: Heartbeat) -> None:
-        self._task = asyncio.create_task(self._beat(bus, heartbeat))
-
-    async def _beat(self, bus: Bus, heartbeat: Heartbeat) -> None:
-        while True:
-            await announce(bus, subjects.heartbeat(heartbeat.worker), heartbeat)
-            await asyncio.sleep(HEARTBEAT_S)
-
-    async def stop(self) -> None:
-        self._task.cancel()
-        await asyncio.gather(self._task, return_exceptions=True)
 
 
 class Ear:

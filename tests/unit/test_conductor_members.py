@@ -7,6 +7,7 @@ from halfmoon.conductor.members import HEARTBEAT_LAG_S, Members
 from halfmoon.schemas.ids import NodeId, RequestId, TransferId, WorkerId
 from halfmoon.schemas.kv_tier import PoolStats
 from halfmoon.schemas.members import (
+    HEARTBEAT_INTERVAL_S,
     MEMBER_LOST_AFTER_S,
     Goodbye,
     MemberState,
@@ -119,14 +120,44 @@ def test_what_has_ended_counts_no_more_before_the_next_heartbeat() -> None:
     assert members.cluster().workers[0].num_requests == 0
 
 
+def listened(members: Members, from_s: float, to_s: float) -> list[WorkerId]:
+    """Who was lost meanwhile, while others were heard."""
+    other = ServiceHeartbeat(worker=WorkerId("r"), service="registry", started_ns=1, state=MemberState.SERVING)
+    lost, now_s = [], from_s
+    while now_s < to_s:
+        now_s = min(to_s, now_s + HEARTBEAT_INTERVAL_S)
+        members.hear(other, now_s)
+        lost += members.expire(now_s)
+    return lost
+
+
+def test_nobody_is_lost_by_the_silence_of_all_or_by_a_pause_of_ones_own() -> None:
+    members = Members()
+    members.hear(beat(), 0.0)
+    members.hear(node_beat("a", 1), 0.0)
+    assert members.expire(0.0) == []
+    # The broker stands still: looked at all the time, and nobody is heard.
+    for tick in range(41):
+        assert members.expire(tick * HEARTBEAT_INTERVAL_S) == []
+    assert members.life_of(P1) is not None
+    # What others said meanwhile comes first. Then this process is stopped, and looks before it hears.
+    assert listened(members, 10.0, 10.5) == []
+    assert members.expire(30.0) == []
+    assert listened(members, 30.0, 30.25) == []
+    assert members.cluster().nodes == {"a": 1}
+    # But whoever is silent among others is lost, as late as ever.
+    assert listened(members, 30.25, 30.25 + MEMBER_LOST_AFTER_S) == [P1]
+    assert members.cluster().nodes == {}
+
+
 def test_silence_goodbye_and_a_new_life_end_a_life() -> None:
     members = Members()
     assert members.hear(beat(), 0.0) is None
     assert members.hear(beat(started_ns=2), 0.1) == P1
     assert members.hear(beat(started_ns=1), 0.2) is None
     assert members.life_of(P1) == 2
-    assert members.expire(0.1 + MEMBER_LOST_AFTER_S) == []
-    assert members.expire(0.11 + MEMBER_LOST_AFTER_S) == [P1]
+    assert listened(members, 0.2, 0.1 + MEMBER_LOST_AFTER_S) == []
+    assert listened(members, 0.1 + MEMBER_LOST_AFTER_S, 0.11 + MEMBER_LOST_AFTER_S) == [P1]
     assert members.life_of(P1) is None
     members.hear(beat(), 5.0)
     assert members.hear(Goodbye(worker=P1), 5.1) == P1
@@ -142,7 +173,7 @@ def test_nodes_are_live_with_their_newest_epoch() -> None:
     members.hear(node_beat("a", 4), 0.0)
     members.hear(node_beat("b", 1), 1.0)
     assert members.cluster().nodes == {"a": 5, "b": 1}
-    members.expire(0.1 + MEMBER_LOST_AFTER_S)
+    listened(members, 1.0, 0.1 + MEMBER_LOST_AFTER_S)
     assert members.cluster().nodes == {"b": 1}
     members.hear(Goodbye(worker=WorkerId("kv-tier-b")), 2.0)
     assert members.cluster().nodes == {}
@@ -202,7 +233,7 @@ def test_conductors_are_those_that_serve_and_are_heard() -> None:
         assert members.conductors() == frozenset()
     members.hear(beat(MemberState.SERVING), 0.0)
     assert members.conductors() == {"c"}
-    members.expire(MEMBER_LOST_AFTER_S + 0.1)
+    listened(members, 0.0, MEMBER_LOST_AFTER_S + 0.1)
     assert members.conductors() == frozenset()
     for end in (beat(MemberState.DRAINING), Goodbye(worker=WorkerId("c"))):
         members.hear(beat(MemberState.SERVING), 5.0)

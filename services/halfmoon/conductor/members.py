@@ -31,6 +31,8 @@ from halfmoon.schemas.splits import DecodeHalf, HalfEnded, PrefillHalf, Role
 
 MAX_MEMBERS = 10_000
 _CONDUCTOR = "conductor"
+DEAF_AFTER_S = MEMBER_LOST_AFTER_S / 2
+"""When nobody at all was heard for this long, the fault is on this side or the broker's (a conductor hears itself)."""
 HEARTBEAT_LAG_S = 0.1
 """A heartbeat heard this long after a half was, counts it."""
 
@@ -114,9 +116,14 @@ class Members:
         """The same without workers, until something of a node changes."""
         self._conductors: dict[WorkerId, float] = {}
         """When each was last heard."""
+        self._heard_s: float | None = None
+        """When anybody at all was."""
+        self._looked_s: float | None = None
+        """When it was last looked who is overdue."""
 
     def hear(self, heartbeat: Heartbeat, now_s: float) -> WorkerId | None:
         """Take in a heartbeat. Returns the worker whose life it ends: by a goodbye, or by being a new life's first."""
+        self._heard_s = now_s
         match heartbeat:
             case WorkerHeartbeat():
                 return self._hear_worker(heartbeat, now_s)
@@ -163,7 +170,13 @@ class Members:
         return beat.worker if known is not None else None
 
     def expire(self, now_s: float) -> list[WorkerId]:
-        """Forget those that are overdue; the workers among them."""
+        """Forget those that are overdue; the workers among them. To be called often: time in which nobody was heard, or
+        in which this process stood still, is nobody's silence."""
+        since_s = now_s - (now_s if self._looked_s is None else self._looked_s)
+        self._looked_s = now_s
+        if self._heard_s is None or now_s - self._heard_s > DEAF_AFTER_S or since_s > DEAF_AFTER_S:
+            self._forgive(since_s)
+            return []
         for node in [node for node, (_, at_s) in self._nodes.items() if now_s - at_s > MEMBER_LOST_AFTER_S]:
             self._forget_node(node)
         for conductor in [each for each, at_s in self._conductors.items() if now_s - at_s > MEMBER_LOST_AFTER_S]:
@@ -173,6 +186,12 @@ class Members:
             del self._workers[worker]
             self._cluster = None
         return lost
+
+    def _forgive(self, seconds: float) -> None:
+        for known in self._workers.values():
+            known.heard_s += seconds
+        self._nodes = {node: (beat, at_s + seconds) for node, (beat, at_s) in self._nodes.items()}
+        self._conductors = {conductor: at_s + seconds for conductor, at_s in self._conductors.items()}
 
     def sent_prefill(self, worker: WorkerId, half: PrefillHalf, now_s: float) -> None:
         known = self._workers.get(worker)
