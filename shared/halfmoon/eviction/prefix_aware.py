@@ -73,6 +73,8 @@ class PrefixAware(Generic[K]):
         self._num_reports = 0
         self._now_ns = 0
         self._prompt_number: int | None = None
+        self._tip: _Memory[K] | None = None
+        """The chunk inserted last, not offered as a leaf yet: what comes next mostly follows it."""
 
     def insert(self, key: K, facts: ChunkFacts[K], prompt: Prompt) -> None:
         known = self._known.get(key)
@@ -80,6 +82,8 @@ class PrefixAware(Generic[K]):
             raise ValueError(f"chunk {key!r} is in the pool already")
         self._pass_to(prompt)
         before = None if facts.parent is None else self._known.get(facts.parent)
+        if before is None or before is not self._tip:
+            self._offer_tip()
         if known is None:
             known = self._known[key] = _Memory(key, facts.depth, None, facts.full)
         else:
@@ -89,18 +93,23 @@ class PrefixAware(Generic[K]):
         if before is not None and before.in_pool:
             known.parent = before
             before.num_children += 1
-            self._leaves.discard(before.key)
+            if before is not self._tip:
+                self._leaves.discard(before.key)
         self._restart(known, prompt)
+        self._tip = known
 
     def access(self, key: K, prompt: Prompt) -> None:
         known = self._in_pool(key)
+        self._offer_tip()
         self._pass_to(prompt)
         self._leaves.discard(key)
         self._count_use(known)
         self._restart(known, prompt)
+        self._offer(known)
 
     def remove(self, key: K, *, evicted: bool = True) -> None:
         known = self._in_pool(key)
+        self._offer_tip()
         self._leaves.discard(key)
         known.in_pool = False
         before, known.parent = known.parent, None
@@ -121,6 +130,7 @@ class PrefixAware(Generic[K]):
         """
         if num_chunks <= 0:
             return []
+        self._offer_tip()
         chosen: dict[K, None] = {}
         gone_children: dict[K, int] = {}
         bared: list[tuple[float, int, K]] = []
@@ -164,6 +174,7 @@ class PrefixAware(Generic[K]):
         self._num_reports += 1
         if prompt.number == self._prompt_number:
             return
+        self._offer_tip()
         self._prompt_number, self._now_ns = prompt.number, max(self._now_ns, prompt.now_ns)
         if self._num_reports >= self._round_reports:
             self._num_reports = 0
@@ -180,7 +191,11 @@ class PrefixAware(Generic[K]):
         known.used_ns, known.round = self._now_ns, self._model.round
         known.kind = self._model.kind_id(_kind(known, prompt))
         self._model.begin(known.kind)
-        self._offer(known)
+
+    def _offer_tip(self) -> None:
+        tip, self._tip = self._tip, None
+        if tip is not None:
+            self._offer(tip)
 
     def _offer(self, known: _Memory[K]) -> None:
         if known.num_children == 0:
