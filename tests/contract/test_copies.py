@@ -43,7 +43,9 @@ LOG = structlog.stdlib.get_logger("test")
 class Deciding:
     """One conductor's part in copies, and what it knows."""
 
-    def __init__(self, bus: Bus, name: str = "conductor-1", confidence: float = 1.0) -> None:
+    def __init__(
+        self, bus: Bus, name: str = "conductor-1", confidence: float = 1.0, pinned: Sequence[Run] = ()
+    ) -> None:
         self.bus = bus
         self.members = Members()
         self.index: ChunkIndex | None = ChunkIndex()
@@ -58,6 +60,7 @@ class Deciding:
             Instruments(self.metrics),
             LOG,
             prefetch_confidence=confidence,
+            pinned=lambda: pinned,
         )
 
     def hear_node(self, node: NodeId, epoch: int, *, labels: dict[str, str] | None = None) -> None:
@@ -277,6 +280,17 @@ async def test_a_plan_may_ask_for_a_copy_and_gets_no_more_than_the_bound(decidin
     assert not deciding.copies.order(run, C, Cause.OVERLOAD), "two copies are the bound"
     assert not deciding.copies.order(run, B, Cause.OVERLOAD), "it has all"
     assert not deciding.copies.order(run, NodeId("nobody"), Cause.OVERLOAD)
+
+
+async def test_what_is_pinned_gets_a_second_copy_however_rarely_it_is_used(broker: MemoryBroker) -> None:
+    deciding, listener = Deciding(MemoryBus(broker), pinned=[Run(KEYS[:3], 16, 1024)]), Listener()
+    stock(deciding)
+    for node in (B, C):
+        await listener.listen(deciding.bus, node)
+    deciding.copies.look(time.monotonic())
+    await until(lambda: deciding.ordered(Cause.PINNED, "taken") == 3)
+    assert listener.keys == [KEYS[:3]]
+    await deciding.copies.close()
 
 
 async def test_an_order_that_nobody_takes_is_given_again(deciding: Deciding) -> None:

@@ -20,7 +20,7 @@ from halfmoon.schemas.chunks import ChunkEvicted, ChunkOutcome, EvictReason
 from halfmoon.schemas.copies import AskSurplus, Cause, Replicate, Replicating, Surplus
 from halfmoon.schemas.ids import ChunkKey, NodeId, WorkerId
 from halfmoon.schemas.kv_tier import ChunkSource, WantedChunk
-from halfmoon.schemas.registry import MemberEvent, MemberLost
+from halfmoon.schemas.registry import MemberEvent, MemberLost, Orders, StandingOrders
 from halfmoon.tracing import attributes, names
 from support.pool_nodes import REQUEST, Node, content_of, key_of, running_node, wanted_of
 from support.wait import until
@@ -104,7 +104,7 @@ async def test_no_more_than_their_share_and_unused_ones_are_waste_when_they_go(n
 async def test_while_requests_wait_for_pulls_copies_do_too_and_are_given_up(
     broker: MemoryBroker, tmp_path: Path
 ) -> None:
-    settings = {"copy_give_up_s": 0.2}
+    settings = {"copy_give_up_s": 0.2, "acquire_timeout_s": 1.0}
     async with (
         running_node(broker, tmp_path, "node-a") as a,
         running_node(broker, tmp_path, "node-b", settings=settings) as b,
@@ -210,3 +210,62 @@ def test_what_was_brought_is_used_or_wasted_once() -> None:
     assert (unasked.num_waiting(Cause.PINNED), len(unasked)) == (1, 1)
     unasked.gone(second)
     assert (unasked.brought, unasked.hits, unasked.waste) == ({"pinned": 2}, {"pinned": 1}, {"pinned": 1})
+
+
+async def no_orders(broker: MemoryBroker) -> None:
+    """A registry by which nothing was pinned or flushed: an SSD's content is used only once that is known."""
+
+    async def answer(request: Orders, envelope: Envelope) -> StandingOrders:
+        return StandingOrders(seq=0, flushes=(), pins=())
+
+    await serve(MemoryBus(broker), subjects.registry("orders"), Orders, answer)
+
+
+async def test_what_lies_on_the_nodes_own_ssd_is_brought_up_to_dram(broker: MemoryBroker, tmp_path: Path) -> None:
+    settings = {
+        "ssd_dir": tmp_path / "ssd",
+        "ssd_bytes": 1 << 20,
+        "ssd_admission": "all",
+        "high_watermark": 0.75,
+        "low_watermark": 0.5,
+        "copy_share": 1.0,
+    }
+    await no_orders(broker)
+    async with running_node(broker, tmp_path, "node-a", settings=settings) as node:
+        await node.client.release(await node.write(*NAMES))
+        store = node.service.store
+        await until(lambda: store.ledger.slots.counts().free >= 4, what="half of it is on the SSD")
+        below = [name for name in NAMES if store.ledger.slots.find(key_of(name)) is None]
+        assert len(below) >= 4
+        assert (await order(node, node.wanted(below[0]), Cause.PREFETCH)).num_queued == 1
+        await until(lambda: fates(node, Cause.PREFETCH) == (1, 0, 0))
+        acquired = await node.client.acquire(REQUEST, wanted_of(below[0]))
+        (chunk,) = acquired.chunks
+        assert chunk.outcome is ChunkOutcome.HIT_LOCAL
+        assert chunk.slot is not None
+        assert bytes(node.client.payload(chunk.slot)) == content_of(below[0])
+        assert fates(node, Cause.PREFETCH) == (1, 1, 0)
+        await node.client.release(acquired.lease_id)
+        store.check_integrity()
+
+
+async def test_surplus_chunks_leave_dram_without_a_write_to_the_ssd(broker: MemoryBroker, tmp_path: Path) -> None:
+    settings = {
+        "ssd_dir": tmp_path / "ssd",
+        "ssd_bytes": 1 << 20,
+        "ssd_admission": "all",
+        "high_watermark": 0.9,
+        "low_watermark": 0.75,
+        "trim_every_s": 3600.0,
+    }
+    await no_orders(broker)
+    async with running_node(broker, tmp_path, "node-a", settings=settings) as node:
+        await node.client.release(await node.write(*NAMES[:7]))
+        trimmer = await trimming(node, MemoryBus(broker), *NAMES[:7])
+        await node.client.release(await node.write(NAMES[7]))
+        store = node.service.store
+        await until(lambda: store.ledger.slots.counts().free >= 2)
+        assert store.lower is not None
+        assert store.lower.ssd.counters.writes == 0
+        assert store.counters.trimmed == 2
+        await trimmer.close()

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from halfmoon.scheduling.continuations import Continuations
-from halfmoon.scheduling.copies import CopyLimits, in_order, nearness, surplus, wanted_copies
+from halfmoon.scheduling.copies import MACHINE, CopyLimits, in_order, nearness, surplus, wanted_copies
 from halfmoon.scheduling.demand import Demand
 from halfmoon.scheduling.replication import MAX_ORDER_CHUNKS, Order, Pool, ReplicaPlanner, Run
 from halfmoon.schemas.ids import ChunkKey, NodeId
@@ -169,6 +169,15 @@ def test_another_rack_comes_first_and_then_the_emptier_pool(order: list[NodeId])
     del cluster.pools[far], cluster.pools[full_far]
     cluster.use(run_of(1))
     assert [each.destination for each in cluster.orders()] == [near], "else the same rack"
+
+
+def test_two_nodes_of_one_machine_are_nearer_than_two_of_one_rack() -> None:
+    labels = {
+        NODES[0]: {"rack": "1", MACHINE: "m1"},
+        NODES[1]: {"rack": "1", MACHINE: "m1"},
+        NODES[2]: {"rack": "1", MACHINE: "m2"},
+    }
+    assert [nearness(node, NODES[:1], labels) for node in NODES[1:4]] == [4, 2, 0]
 
 
 def test_a_pool_without_room_gets_nothing() -> None:
