@@ -231,7 +231,7 @@ EXAMPLES: tuple[wire.Message, ...] = (
     kv_tier.Inventory(after=KEY, limit=100),
     kv_tier.InventoryPage(node=NODE, epoch=5, keys=(KEY,), pending=1),
     kv_tier.Retell(keys=(KEY,)),
-    kv_tier.FlushChunks(order=FLUSH),
+    kv_tier.FlushChunks(order=FLUSH, unpin=(KEY,)),
     kv_tier.ChunksFlushed(tiers=(TIER_FLUSH,), num_leased=1),
     kv_tier.PinChunks(seq=7, keys=(KEY,)),
     kv_tier.UnpinChunks(seq=7, keys=(KEY,)),

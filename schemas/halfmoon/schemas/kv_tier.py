@@ -326,6 +326,8 @@ class FlushChunks(Message, frozen=True, tag="kvtier.flush.v1"):
     """Let nobody find these chunks any more, in any tier. By the registry: ask it for a flush, not the nodes."""
 
     order: FlushOrder
+    unpin: tuple[ChunkKey, ...] = ()
+    """Pins that end with it."""
 
 
 class TierFlush(Message, frozen=True):

@@ -74,6 +74,7 @@ class OrderKeeper:
                 retry_s = min(2 * retry_s, _MAX_RETRY_S)
 
     async def flush(self, request: FlushChunks, envelope: Envelope) -> ChunksFlushed:
+        self._store.pins.remove(request.unpin)
         flushed = self._flush(request.order, is_late=False)
         if self._lower is not None:
             await self._lower.ssd.settled()

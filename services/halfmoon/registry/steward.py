@@ -99,7 +99,9 @@ class Steward:
         self._log.info("flush", seq=order.seq, selection=_words(message.selection))
         workers, nodes = self._present()
         told_workers = await self._tell(workers, lambda beat: self._forget(beat.worker, order))
-        told_nodes = await self._tell(nodes, lambda beat: self._flush(beat.node, order))
+        told_nodes = await self._tell(
+            nodes, lambda beat: self._flush(beat.node, FlushChunks(order=order, unpin=change.drop_pins))
+        )
         told_nodes += [NodeFlush(node=node, error=AWAY) for node in await self._away(nodes)]
         return Flushed(
             seq=order.seq,
@@ -193,9 +195,9 @@ class Steward:
 
         return list(await asyncio.gather(*(one(member) for member in members)))
 
-    async def _flush(self, node: NodeId, order: FlushOrder) -> NodeFlush:
+    async def _flush(self, node: NodeId, order: FlushChunks) -> NodeFlush:
         try:
-            done = await self._ask_node(node, "flush", FlushChunks(order=order), ChunksFlushed)
+            done = await self._ask_node(node, "flush", order, ChunksFlushed)
         except BusError as error:
             return NodeFlush(node=node, error=str(error))
         return NodeFlush(node=node, tiers=done.tiers, num_leased=done.num_leased)
