@@ -30,14 +30,16 @@ class WorkerLoad:
     prefill_tokens_per_s: float | None = None
     decode_step_s: float | None = None
 
-    @property
-    def limit_tokens(self) -> int:
-        """Prompt and completion together, at most, of one request here."""
-        return min(self.card.max_model_tokens, self.total_tokens) if self.total_tokens else self.card.max_model_tokens
+    limit_tokens: int = field(init=False)
+    """Prompt and completion together, at most, of one request here."""
+    occupancy: float = field(init=False)
+    """Share of its batch in use; above 1 where some wait."""
 
-    @property
-    def occupancy(self) -> float:
-        return self.num_requests / max(1, self.max_requests)
+    def __post_init__(self) -> None:
+        # Looked at for every worker in every decision: worked out once.
+        most = self.card.max_model_tokens
+        object.__setattr__(self, "limit_tokens", min(most, self.total_tokens) if self.total_tokens else most)
+        object.__setattr__(self, "occupancy", self.num_requests / max(1, self.max_requests))
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,5 +1,6 @@
 """How long things take: what policies ask, and the answers where nobody has measured."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -15,14 +16,14 @@ def token_pairs(num_tokens: int, num_reused: int) -> float:
 
 
 class Estimates(Protocol):
-    """Fitted from what the workers measured (`costs/`), or a profile's numbers in a simulation."""
+    """Fitted from what the workers measured (`costs/`), or a profile's numbers in a simulation.
+
+    A decision looks at every worker, so there is each question about all of them at once, too. The answers are those
+    of the single question, only sooner.
+    """
 
     def prefill_s(self, worker: WorkerLoad, num_tokens: int, num_reused: int) -> float:
         """Seconds to compute a prompt of `num_tokens`, the KV of its first `num_reused` tokens being there."""
-
-    def least_prefill_s(self, num_tokens: int, num_reused: int) -> float:
-        """What no worker computes such a prompt sooner than; 0 where that isn't known. It spares looking at those whose
-        queue alone is longer than another's queue and computation."""
 
     def queue_s(self, worker: WorkerLoad) -> float:
         """Seconds until this worker would begin with another prompt."""
@@ -37,9 +38,23 @@ class Estimates(Protocol):
     def distance(self, one: NodeId, other: NodeId) -> int:
         """How far apart two nodes are: 0 for a node and itself, then more from level to level. See `topology.py`."""
 
+    def least_pull_s(self, num_bytes: int) -> float:
+        """What no pull of so much between two nodes is quicker than; 0 where that isn't known."""
+        return 0.0
+
+    def prefills_s(self, workers: Sequence[WorkerLoad], num_tokens: int, num_reused: int) -> list[float]:
+        return [self.prefill_s(worker, num_tokens, num_reused) for worker in workers]
+
+    def queues_s(self, workers: Sequence[WorkerLoad]) -> list[float]:
+        return [self.queue_s(worker) for worker in workers]
+
+    def next_tbts_s(self, workers: Sequence[WorkerLoad], num_tokens: int) -> list[float]:
+        """TBT of each worker with one more request, of so many tokens."""
+        return [self.tbt_s(worker, worker.num_requests + 1, worker.context_tokens + num_tokens) for worker in workers]
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Assumed:
+class Assumed(Estimates):
     """Constants: a worker's own word on its speed where it gives one, else the same for all."""
 
     prefill_tokens_per_s: float = 2_000.0
@@ -52,9 +67,6 @@ class Assumed:
     def prefill_s(self, worker: WorkerLoad, num_tokens: int, num_reused: int) -> float:
         return (num_tokens - num_reused) / (worker.prefill_tokens_per_s or self.prefill_tokens_per_s)
 
-    def least_prefill_s(self, num_tokens: int, num_reused: int) -> float:
-        return 0.0  # A worker's own word may be any.
-
     def queue_s(self, worker: WorkerLoad) -> float:
         return worker.queued_tokens / (worker.prefill_tokens_per_s or self.prefill_tokens_per_s)
 
@@ -64,6 +76,9 @@ class Assumed:
 
     def tbt_s(self, worker: WorkerLoad, batch: int, context_tokens: int) -> float:
         return (worker.decode_step_s or self.decode_step_s) * (1 + self.batch_share * max(0, batch - 1))
+
+    def least_pull_s(self, num_bytes: int) -> float:
+        return num_bytes / self.pull_bytes_per_s
 
     def distance(self, one: NodeId, other: NodeId) -> int:
         return 0 if one == other else 1

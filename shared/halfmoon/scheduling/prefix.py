@@ -71,12 +71,12 @@ class CachedPrefix:
                 itertools.zip_longest(match.holders, match.on_ssd, fillvalue=_NOBODY)
             )
         ]
-        self._holders = _NOBODY.union(*(run.holders for run in self._runs))
+        self.holders = _NOBODY.union(*(run.holders for run in self._runs))
         self._held: dict[NodeId, Held] = {}
         self._pulls: dict[NodeId, Pull] = {}
 
     def on(self, node: NodeId) -> Held:
-        if node not in self._holders:
+        if node not in self.holders:
             return NOTHING
         held = self._held.get(node)
         if held is None:

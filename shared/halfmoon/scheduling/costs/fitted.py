@@ -8,14 +8,15 @@ Where nobody has measured, the assumptions of the settings hold (`Assumed`), and
 `Regression` says how a line is fitted; a worker's or pair's own begins where that of its like stands.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from halfmoon.scheduling.cluster import WorkerLoad
 from halfmoon.scheduling.costs.ladder import Ladder
 from halfmoon.scheduling.costs.regression import Regression
 from halfmoon.scheduling.costs.traffic import Traffic
-from halfmoon.scheduling.estimates import Assumed, token_pairs
+from halfmoon.scheduling.estimates import Assumed, Estimates, token_pairs
 from halfmoon.scheduling.topology import distance, link_class
 from halfmoon.schemas.ids import NodeId, WorkerId
 from halfmoon.schemas.measurements import DecodeSample, PrefillSample, PullSample
@@ -44,8 +45,8 @@ class Fit:
     error: float
 
 
-class Fitted:
-    """Implements `Estimates`. Told of heartbeats; asked by policies."""
+class Fitted(Estimates):
+    """Told of heartbeats; asked by policies."""
 
     def __init__(self, assumed: Assumed, traffic: Traffic) -> None:
         self._assumed = assumed
@@ -58,6 +59,7 @@ class Fitted:
         self._prefill_of: dict[WorkerId, tuple[float, ...] | None] = {}
         self._tbt_of: dict[WorkerId, tuple[float, ...] | None] = {}
         self._pull_of: dict[tuple[NodeId, NodeId], tuple[float, ...]] = {}
+        self._least_pull: tuple[float, float] | None = None
         """What has been looked up, until a model changes."""
 
     # What was measured
@@ -97,6 +99,7 @@ class Fitted:
             pair = (source, destination)
             self._pull.observe((pair, (self._class(*pair),), (_ALL,)), features, sample.duration_s)
             self._pull_of.clear()
+            self._least_pull = None
 
     def place(self, node: NodeId, labels: Mapping[str, str]) -> None:
         """Where a node is."""
@@ -120,14 +123,52 @@ class Fitted:
         num_new = num_tokens - num_reused
         return model[0] + num_new * (model[1] + model[2] * (num_reused + num_new / 2))
 
-    def least_prefill_s(self, num_tokens: int, num_reused: int) -> float:
+    def prefills_s(self, workers: Sequence[WorkerLoad], num_tokens: int, num_reused: int) -> list[float]:
+        models = self._prefill_models(workers)
+        if None in models:
+            return super().prefills_s(workers, num_tokens, num_reused)
         num_new = num_tokens - num_reused
-        models = self._prefill_of.values()
-        if not models or None in models:
-            return 0.0
-        pairs = num_reused + num_new / 2
-        distinct = {model for model in models if model is not None}
-        return min(model[0] + num_new * (model[1] + model[2] * pairs) for model in distinct)
+        pairs = token_pairs(num_tokens, num_reused)
+        return [a + num_new * b + pairs * c for a, b, c in models]
+
+    def queues_s(self, workers: Sequence[WorkerLoad]) -> list[float]:
+        models = self._prefill_models(workers)
+        if None in models:
+            return super().queues_s(workers)
+        return [
+            worker.num_requests * a + worker.queued_tokens * b + worker.queued_pairs * c
+            if worker.queued_tokens
+            else 0.0
+            for worker, (a, b, c) in zip(workers, models, strict=True)
+        ]
+
+    def next_tbts_s(self, workers: Sequence[WorkerLoad], num_tokens: int) -> list[float]:
+        known = self._tbt_of
+        try:
+            models = [known[worker.worker] for worker in workers]
+        except KeyError:
+            return super().next_tbts_s(workers, num_tokens)
+        if None in models:
+            return super().next_tbts_s(workers, num_tokens)
+        return [
+            a + (worker.num_requests + 1) * b + (worker.context_tokens + num_tokens) * c
+            for worker, (a, b, c) in zip(workers, models, strict=True)
+        ]
+
+    def least_pull_s(self, num_bytes: int) -> float:
+        if self._least_pull is None:
+            models = [model.coefficients for _, model in self._pull.items()] or [
+                (0.0, 1 / self._assumed.pull_bytes_per_s)
+            ]
+            self._least_pull = (min(model[0] for model in models), min(model[1] for model in models))
+        return self._least_pull[0] + num_bytes * self._least_pull[1] if num_bytes > 0 else 0.0
+
+    def _prefill_models(self, workers: Sequence[WorkerLoad]) -> list[Any]:
+        known = self._prefill_of
+        try:
+            return [known[worker.worker] for worker in workers]
+        except KeyError:
+            return [self._prefill_model(worker) for worker in workers]
 
     def queue_s(self, worker: WorkerLoad) -> float:
         model = self._prefill_model(worker)

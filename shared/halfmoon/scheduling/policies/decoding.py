@@ -45,19 +45,27 @@ class Decoding:
         self._num_coming = min(TYPICAL_COMPLETION_TOKENS, ask.max_tokens or TYPICAL_COMPLETION_TOKENS)
 
     def rank(self, workers: Sequence[WorkerLoad]) -> tuple[DecodeChoice, ...]:
-        tbt_s, num_tokens, num_coming = self._estimates.tbt_s, self._ask.num_tokens, self._num_coming
+        tbts_s = self._estimates.next_tbts_s(workers, self._ask.num_tokens)
+        num_coming, prefill, hot = self._num_coming, self._prefill, self._ask.hot
+        if prefill is None:
+            here_s = away_s = 0.0
+        else:
+            # All wait for the same prefill, but those that have everything hot, or prefill for themselves.
+            here_s, node = prefill.cost_s, prefill.worker.node
+            num_bytes = self._ask.num_tokens * self._card.kv_bytes_per_token
+            away_s = here_s + self._estimates.least_pull_s(num_bytes)
         bounds = [
-            num_coming * tbt_s(worker, worker.num_requests + 1, worker.context_tokens + num_tokens)
+            num_coming * tbt_s
             + FULL_BATCH_COST_S * worker.occupancy
-            for worker in workers
+            + (
+                0.0
+                if prefill is None or worker.role is Role.COLOCATED or worker.worker in hot
+                else here_s
+                if worker.node == node
+                else away_s
+            )
+            for worker, tbt_s in zip(workers, tbts_s, strict=True)
         ]
-        # All wait for the same prefill, but those that have everything hot, or prefill for themselves.
-        if self._prefill is not None:
-            kv_s, hot = self._prefill.cost_s, self._ask.hot
-            bounds = [
-                bound if worker.role is Role.COLOCATED or worker.worker in hot else bound + kv_s
-                for bound, worker in zip(bounds, workers, strict=True)
-            ]
         return tuple(best(bounds, workers, self._choose, self._key, self._num_choices))
 
     def _key(self, choice: DecodeChoice) -> tuple[float, ...]:

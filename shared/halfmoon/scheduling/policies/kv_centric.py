@@ -22,6 +22,7 @@ Never by longest match alone: that sends all load to one node where every prompt
 Decode goes where the request would end first; see `decoding`.
 """
 
+import operator
 from collections.abc import Sequence
 
 from halfmoon.scheduling.cluster import WorkerLoad
@@ -48,7 +49,7 @@ class KvCentric:
         prefills: tuple[PrefillChoice, ...] = ()
         replication: Replication | None = None
         if ask.has_chunks:
-            queues_s = [estimates.queue_s(worker) for worker in candidates.prefills]
+            queues_s = estimates.queues_s(candidates.prefills)
             self.balance.observe(queues_s)
             prefills = prefilling.rank(candidates.prefills, queues_s)
             if prefills:
@@ -67,12 +68,25 @@ class _Prefilling:
         self._estimates = costs.estimates
         self._num_choices = costs.num_choices
         self._balance = balance
-        self._prefix = CachedPrefix(ask.match, card.payload_bytes(card.chunk_tokens), costs.estimates, ask.request_id)
+        self._chunk_bytes = card.payload_bytes(card.chunk_tokens)
+        self._prefix = CachedPrefix(ask.match, self._chunk_bytes, costs.estimates, ask.request_id)
 
     def rank(self, workers: Sequence[WorkerLoad], queues_s: Sequence[float]) -> tuple[PrefillChoice, ...]:
-        longest = max(len(self._ask.match), max(self._ask.hot.values(), default=0))
-        least_s = self._estimates.least_prefill_s(self._ask.num_tokens, self._tokens(longest))
-        bounds = [queue_s + least_s for queue_s in queues_s]
+        ask, estimates, prefix = self._ask, self._estimates, self._prefix
+        num_best = len(ask.match)
+        without_s = estimates.prefills_s(workers, ask.num_tokens, 0)
+        if not num_best and not ask.hot:
+            bounds = list(map(operator.add, queues_s, without_s))
+        else:
+            num_most = max(num_best, max(ask.hot.values(), default=0))
+            with_s = estimates.prefills_s(workers, ask.num_tokens, self._tokens(num_most))
+            least_s = estimates.least_pull_s(num_best * self._chunk_bytes)
+            hot, holders = ask.hot, prefix.holders
+            bounds = [
+                queue_s
+                + (whole_s if worker.worker in hot or worker.node in holders else min(none_s, least_s + whole_s))
+                for worker, queue_s, none_s, whole_s in zip(workers, queues_s, without_s, with_s, strict=True)
+            ]
         return tuple(best(bounds, workers, self.choose, self._key, self._num_choices))
 
     def _key(self, choice: PrefillChoice) -> tuple[float, ...]:

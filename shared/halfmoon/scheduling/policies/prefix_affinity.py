@@ -27,7 +27,7 @@ class PrefixAffinity:
 
         prefills: tuple[PrefillChoice, ...] = ()
         if ask.has_chunks:
-            bounds = [estimates.queue_s(worker) for worker in candidates.prefills]
+            bounds = estimates.queues_s(candidates.prefills)
             prefills = tuple(best(bounds, candidates.prefills, here, key, costs.num_choices))
         decoding = Decoding(ask, card, costs, prefills[0] if prefills else None, here)
         decodes = decoding.rank(candidates.decodes)

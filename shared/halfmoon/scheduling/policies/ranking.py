@@ -1,6 +1,9 @@
 """What the policies' rankings have in common: the best few of many, equals by lot, what one node can do alone. Pure."""
 
+import bisect
 import heapq
+import math
+import operator
 import zlib
 from collections.abc import Callable, Iterable, Sequence
 from typing import TypeVar
@@ -9,7 +12,9 @@ from halfmoon.scheduling.cluster import WorkerLoad
 from halfmoon.scheduling.contract import Ask, Costs, DecodeChoice, PrefillChoice
 from halfmoon.schemas.model import ModelCard
 
-C = TypeVar("C")
+C = TypeVar("C", PrefillChoice, DecodeChoice)
+
+_KEY = operator.itemgetter(0)
 
 _ROUNDING = 1e-9
 """A bound and the cost that it bounds are summed in different order."""
@@ -27,24 +32,23 @@ def best(
     key: Callable[[C], tuple[float, ...]],
     num_choices: int,
 ) -> list[C]:
-    """The `num_choices` least by `key`, whose first part is a cost. `bounds`: what each worker costs at least.
+    """The `num_choices` least by `key`, whose first part is the cost. `bounds`: what each worker costs at least.
 
     The same as choosing for all workers and sorting: once a bound is above the worst of enough choices, no later one
     can be among them.
     """
     found: list[tuple[tuple[float, ...], C]] = []
-    order = sorted(range(len(workers)), key=bounds.__getitem__)
-    for place in order:
-        if len(found) >= num_choices and bounds[place] > found[num_choices - 1][0][0] + _ROUNDING:
+    worst = math.inf
+    """Cost of the last of enough choices."""
+    for place in sorted(range(len(workers)), key=bounds.__getitem__):
+        if bounds[place] > worst + _ROUNDING:
             break
         choice = choose(workers[place])
-        found.append((key(choice), choice))
-        found.sort(key=_first)
-    return [choice for _, choice in found[:num_choices]]
-
-
-def _first(ranked: tuple[tuple[float, ...], C]) -> tuple[float, ...]:
-    return ranked[0]
+        if choice.cost_s <= worst:
+            bisect.insort(found, (key(choice), choice), key=_KEY)
+            del found[num_choices:]
+            worst = found[-1][0][0] if len(found) == num_choices else math.inf
+    return [choice for _, choice in found]
 
 
 def local_prefill(ask: Ask, worker: WorkerLoad, card: ModelCard, costs: Costs) -> PrefillChoice:
