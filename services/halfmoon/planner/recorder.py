@@ -10,6 +10,9 @@ import msgspec
 from halfmoon.bus.codec import Decoder
 from halfmoon.bus.errors import Undecodable
 from halfmoon.bus.protocol import Bus, BusMessage, ConnectionState, Subscription
+from halfmoon.scheduling.costs.fitted import Fitted
+from halfmoon.scheduling.costs.traffic import Traffic
+from halfmoon.scheduling.estimates import Assumed
 from halfmoon.schemas import subjects
 from halfmoon.schemas.ids import RequestId
 from halfmoon.schemas.members import Heartbeat, WorkerHeartbeat
@@ -50,6 +53,7 @@ class Recorder:
         self._subscriptions: list[Subscription] = []
         self._unwatch: Callable[[], None] | None = None
         self._begin_ns = time.monotonic_ns()
+        self._fitted = Fitted(Assumed(), Traffic())
         self.counts = RecorderCounts()
 
     @property
@@ -135,6 +139,7 @@ class Recorder:
             return
         if not isinstance(beat, WorkerHeartbeat) or beat.card is None:
             return
+        self._fitted.hear_worker(beat)
         known = self._models.get(beat.card.name)
         rate = beat.prefill_tokens_per_s if beat.role is not Role.DECODE else None
         model = ModelLine(
@@ -142,11 +147,28 @@ class Recorder:
             kv_bytes_per_token=beat.card.kv_bytes_per_token,
             chunk_tokens=beat.card.chunk_tokens,
             prefill_tokens_per_s=rate if rate is not None else known.prefill_tokens_per_s if known else None,
+            prefill_fit=self._fit("prefill", beat) or (known.prefill_fit if known else None),
+            step_fit=self._fit("tbt", beat) or (known.step_fit if known else None),
+            kv_tokens=beat.total_tokens or None
+            if beat.role is not Role.PREFILL
+            else known.kv_tokens
+            if known
+            else None,
         )
         self._models[model.name] = model
         if known is None:
             self._written_models[model.name] = model
             self._write(model)
+
+    def _fit(self, kind: str, beat: WorkerHeartbeat) -> tuple[float, float, float] | None:
+        """What the workers of this one's model and role measured."""
+        card = beat.card
+        if card is None:
+            return None
+        subject = f"{card.name} {card.fingerprint} {beat.role.value}"
+        found = (fit.coefficients for fit in self._fitted.fits() if fit.kind == kind and fit.subject == subject)
+        constant, linear, rest = next(found, (None, 0.0, 0.0))
+        return None if constant is None else (constant, linear, rest)
 
     def _remember(self, request_id: RequestId) -> None:
         self._ended[request_id] = None

@@ -7,7 +7,7 @@ from pathlib import Path
 from halfmoon.schemas.ids import ChunkKey, RequestId
 from halfmoon.sim.errors import SimError
 from halfmoon.sim.request import SimRequest
-from halfmoon.traces import TraceError, open_trace
+from halfmoon.traces import TraceError, num_lines_of, open_trace
 
 _UNKNOWN_COMPLETION = 128
 """Tokens of a completion whose length the trace doesn't have."""
@@ -41,6 +41,11 @@ class Arrivals:
         if block is not None and self.chunk_tokens % block:
             raise SimError(f"{self.path} has blocks of {block} tokens: chunks must be a multiple of it")
         return self.chunk_tokens
+
+    def count(self) -> int:
+        """Requests at most: lines of the trace, so often as it is repeated. For a progress bar."""
+        num_lines = self.repeat * num_lines_of(self.path)
+        return num_lines if self.limit is None else min(self.limit, num_lines)
 
     def __iter__(self) -> Iterator[SimRequest]:
         """Raises `SimError` where the trace can't be read on."""

@@ -59,6 +59,6 @@ class Batch:
         return done
 
     def _first_and_growth(self) -> tuple[float, float]:
-        slope = self._timing.context_step_s
+        slope = self._timing.step_context_s
         batch = len(self._ends)
         return self._timing.step_base_s(batch) + slope * self.context_tokens, slope * batch

@@ -18,7 +18,7 @@ class NodeCache:
         self._node = node
         self._num_chunks = num_chunks
         self._policy: EvictionPolicy[ChunkKey] | None = (
-            make_policy(eviction, num_chunks, ChunkKey) if num_chunks else None  # type: ignore[arg-type]
+            make_policy(eviction, num_chunks, ChunkKey) if num_chunks else None
         )
         self._held: set[ChunkKey] = set()
         self._pins: Counter[ChunkKey] = Counter()

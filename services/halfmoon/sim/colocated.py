@@ -72,7 +72,7 @@ class ColocatedInstance(DecodeInstance):
             context_tokens=load.context_tokens,
             free_tokens=load.free_tokens,
             total_tokens=load.total_tokens,
-            prefill_tokens_per_s=1 / self._timing.token_s,
+            prefill_tokens_per_s=self._timing.tokens_per_s,
             decode_step_s=load.decode_step_s,
         )
 

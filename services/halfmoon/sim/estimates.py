@@ -1,10 +1,11 @@
 """What policies are told of times in a simulation: the model's own, so that policies are judged and not their fits."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from halfmoon.engine.sim.timing import Timing
 from halfmoon.scheduling.cluster import WorkerLoad
+from halfmoon.scheduling.estimates import Estimates
 from halfmoon.schemas.ids import NodeId, WorkerId
 from halfmoon.sim.clock import Clock
 from halfmoon.sim.network import Network
@@ -15,9 +16,7 @@ class Queue(Protocol):
     def backlog_s(self) -> float: ...
 
 
-class SimEstimates:
-    """See `halfmoon.scheduling.estimates.Estimates`."""
-
+class SimEstimates(Estimates):
     def __init__(self, timing: Timing, queues: Mapping[WorkerId, Queue], network: Network, clock: Clock) -> None:
         self._timing = timing
         self._queues = queues
@@ -27,8 +26,14 @@ class SimEstimates:
     def prefill_s(self, worker: WorkerLoad, num_tokens: int, num_reused: int) -> float:
         return self._timing.prefill_s(num_tokens, num_reused)
 
+    def prefills_s(self, workers: Sequence[WorkerLoad], num_tokens: int, num_reused: int) -> list[float]:
+        return [self._timing.prefill_s(num_tokens, num_reused)] * len(workers)
+
     def least_prefill_s(self, num_tokens: int, num_reused: int) -> float:
         return self._timing.prefill_s(num_tokens, min(num_reused, num_tokens))
+
+    def least_pull_s(self, num_bytes: int) -> float:
+        return self._network.through_s(num_bytes)
 
     def queue_s(self, worker: WorkerLoad) -> float:
         queue = self._queues.get(worker.worker)

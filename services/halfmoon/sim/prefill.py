@@ -88,7 +88,7 @@ class PrefillInstance:
             num_waiting=self._num_waiting,
             queued_tokens=self._waiting_tokens + round(left * rest),
             queued_pairs=self._waiting_pairs + (left * running.pairs if running else 0.0),
-            prefill_tokens_per_s=1 / self._timing.token_s,
+            prefill_tokens_per_s=self._timing.tokens_per_s,
         )
 
     def submit(

@@ -16,12 +16,12 @@ from halfmoon.scheduling.policies import policy_named
 from halfmoon.scheduling.service_class import ServiceClass
 from halfmoon.scheduling.slo import Admission, Breach, first_token_s
 from halfmoon.schemas.chunks import ChunkEvent, NodeCleared
-from halfmoon.schemas.ids import RequestId
+from halfmoon.schemas.ids import RequestId, WorkerId
 from halfmoon.schemas.wire import Error
 from halfmoon.sim.cache import EPOCH
 from halfmoon.sim.clock import Clock
 from halfmoon.sim.cluster import MODEL, SimCluster
-from halfmoon.sim.estimates import SimEstimates
+from halfmoon.sim.estimates import Queue, SimEstimates
 from halfmoon.sim.load import LoadSample, LoadSeries
 from halfmoon.sim.options import SimOptions
 from halfmoon.sim.prefill import PrefillInstance
@@ -55,7 +55,7 @@ class Simulation:
         self.cluster = SimCluster(options, machine, chunk_tokens, self.clock, self.tally, self._tell, self)
         cluster = self.cluster
         self._index = ChunkIndex.of((), cluster.nodes)
-        queues = {**cluster.prefills, **cluster.colocated}
+        queues: dict[WorkerId, Queue] = {**cluster.prefills, **cluster.colocated}
         self._queues = queues
         estimates = SimEstimates(machine.timing, queues, cluster.network, self.clock)
         self._costs = Costs(estimates=estimates, max_waiting_per_worker=options.max_waiting)

@@ -38,6 +38,12 @@ class ModelLine(Line, frozen=True, tag="model"):
     kv_bytes_per_token: int
     chunk_tokens: int
     prefill_tokens_per_s: float | None = None
+    prefill_fit: tuple[float, float, float] | None = None
+    """Seconds of a prompt: as it stands, and for each new token and each pair of tokens. None: not measured."""
+    step_fit: tuple[float, float, float] | None = None
+    """Seconds of a step: as it stands, and for each sequence and each token of context."""
+    kv_tokens: int | None = None
+    """KV that one engine which decodes has room for."""
 
 
 class RequestLine(Line, frozen=True, tag="request"):

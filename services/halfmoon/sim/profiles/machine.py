@@ -38,7 +38,7 @@ def machine(model: ModelProfile, hardware: HardwareProfile) -> Machine:
     return Machine(
         model=model.name,
         hardware=f"{hardware.num_gpus} × {hardware.name}",
-        timing=Timing(
+        timing=Timing.roofline(
             prefill_overhead_s=hardware.prefill_overhead_s,
             step_overhead_s=hardware.step_overhead_s,
             token_s=model.flops_per_token / flops_per_s,
