@@ -5,6 +5,7 @@ workers. From the moment when a decode worker may have accepted, the request is 
 worker will have it, decode is told so, and computes the prompt itself.
 """
 
+import time
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -90,7 +91,7 @@ class Dispatcher:
             if not isinstance(answer, Error):
                 request.machine.fire(RequestEvent.ACCEPT)
                 if request.prefill_worker is not None:
-                    await self.place_prefill(request, decision, now_s)
+                    await self.place_prefill(request, decision, time.monotonic())
                 return None
             refusal = answer
             if answer.code in _FINAL:
@@ -113,6 +114,9 @@ class Dispatcher:
         self._flights.sent_decode(worker, half)
         self._members.sent_decode(worker, half, now_s)
         self._book.sent_decode(worker, half, now_s, is_own=True)
+        if prefill is not None:
+            # To be sent when decode has accepted; what is decided until then must count with it.
+            self._members.sent_prefill(prefill, self._prefill_half(request, decision, prefills[0]), now_s)
         answer = await self._ask(subjects.split_decode(worker), half, request, Role.DECODE)
         match answer:
             case Accepted():
@@ -123,6 +127,8 @@ class Dispatcher:
             case Error():
                 self._members.refused(worker, request.request_id)
                 self._book.refused(request.request_id)
+                if prefill is not None:
+                    self._members.refused(prefill, request.request_id)
                 request.decode_worker = request.prefill_worker = None
         return answer
 
@@ -150,25 +156,8 @@ class Dispatcher:
     async def _offer_prefill(
         self, request: OpenRequest, decision: Decision, choice: PrefillChoice, now_s: float
     ) -> Answer:
-        if request.transfer_id is None or request.decode_worker is None:
-            raise ValueError("prefill is asked only after decode")
         worker = choice.worker.worker
-        body = request.submission.body
-        half = PrefillHalf(
-            request_id=request.request_id,
-            transfer_id=request.transfer_id,
-            conductor=self._conductor,
-            model=request.submission.model,
-            tenant=body.tenant,
-            root=decision.root,
-            tokens=request.tokens,
-            reuse=decision.sources(choice),
-            decode_worker=request.decode_worker,
-            attempt=request.attempt,
-            priority=request.priority,
-            deadline_ns=request.submission.deadline_ns,
-            num_hot=choice.num_hot,
-        )
+        half = self._prefill_half(request, decision, choice)
         self._flights.sent_prefill(worker, half)
         self._members.sent_prefill(worker, half, now_s)
         answer = await self._ask(subjects.split_prefill(worker), half, request, Role.PREFILL)
@@ -210,6 +199,26 @@ class Dispatcher:
             await self._tell(subjects.split_decode(request.decode_worker), cancel, request)
         if request.prefill_worker is not None:
             await self._tell(subjects.split_prefill(request.prefill_worker), cancel, request)
+
+    def _prefill_half(self, request: OpenRequest, decision: Decision, choice: PrefillChoice) -> PrefillHalf:
+        if request.transfer_id is None or request.decode_worker is None:
+            raise ValueError("prefill is asked only after decode")
+        body = request.submission.body
+        return PrefillHalf(
+            request_id=request.request_id,
+            transfer_id=request.transfer_id,
+            conductor=self._conductor,
+            model=request.submission.model,
+            tenant=body.tenant,
+            root=decision.root,
+            tokens=request.tokens,
+            reuse=decision.sources(choice),
+            decode_worker=request.decode_worker,
+            attempt=request.attempt,
+            priority=request.priority,
+            deadline_ns=request.submission.deadline_ns,
+            num_hot=choice.num_hot,
+        )
 
     def _decode_half(
         self, request: OpenRequest, decision: Decision, choice: DecodeChoice, prefill: WorkerId | None
