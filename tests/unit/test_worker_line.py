@@ -36,6 +36,24 @@ async def test_places_go_by_priority_then_by_arrival() -> None:
     assert places.num_taken == 0
 
 
+async def test_a_head_start_overtakes_only_those_that_came_within_it() -> None:
+    places, entered = Places(1, head_start_s=0.05), list[str]()
+    leave = {name: asyncio.Event() for name in ("first", "batch", "soon", "late")}
+    clock = asyncio.get_running_loop().time
+    async with asyncio.TaskGroup() as group:
+        group.create_task(occupy(places, "first", entered, leave["first"]))
+        group.create_task(occupy(places, "batch", entered, leave["batch"], priority=-1))
+        group.create_task(occupy(places, "soon", entered, leave["soon"]))
+        await until(lambda: entered == ["first"])
+        begun_s = clock()
+        await until(lambda: clock() > begun_s + 0.06)
+        # However many of higher priority come after that time, `batch` is served before them.
+        group.create_task(occupy(places, "late", entered, leave["late"]))
+        for event in leave.values():
+            event.set()
+    assert entered == ["first", "soon", "batch", "late"]
+
+
 async def test_who_leaves_the_line_blocks_nobody() -> None:
     places, entered = Places(1), list[str]()
     leave = {name: asyncio.Event() for name in "abc"}

@@ -1,4 +1,4 @@
-"""A line of waiting tasks: higher priority first, then first come, first served."""
+"""A line of waiting tasks: first come, first served, and each level of priority is a head start."""
 
 import asyncio
 import heapq
@@ -6,8 +6,12 @@ import itertools
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
-Rank = tuple[int, int]
-"""(negated priority, arrival number): the smallest is first."""
+HEAD_START_S = 10.0
+"""A task counts as having come so much earlier for each level of its priority. So whoever is overtaken is so only by
+those who come within that time, and nobody starves."""
+
+Rank = tuple[float, int]
+"""(time of arrival, less the head start; arrival number): the smallest is first."""
 
 
 class Line:
@@ -17,7 +21,8 @@ class Line:
     the small. The waiting is bounded by the caller's own timeout.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, head_start_s: float = HEAD_START_S) -> None:
+        self._head_start_s = head_start_s
         self._arrivals = itertools.count()
         self._waiting: list[tuple[Rank, asyncio.Future[None]]] = []
 
@@ -26,7 +31,8 @@ class Line:
 
     async def enter(self, attempt: Callable[[], bool], *, priority: int = 0) -> None:
         """Return once `attempt`, called when it is this task's turn, has returned True."""
-        rank = (-priority, next(self._arrivals))
+        now_s = asyncio.get_running_loop().time()
+        rank = (now_s - priority * self._head_start_s, next(self._arrivals))
         while not (self._is_first(rank) and attempt()):
             await self._turn(rank)
         self.wake()
@@ -56,9 +62,9 @@ class Line:
 class Places:
     """So many tasks at a time; the others wait in line."""
 
-    def __init__(self, limit: int) -> None:
+    def __init__(self, limit: int, head_start_s: float = HEAD_START_S) -> None:
         self._limit = limit
-        self._line = Line()
+        self._line = Line(head_start_s)
         self.num_taken = 0
 
     @asynccontextmanager
