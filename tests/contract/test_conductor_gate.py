@@ -22,7 +22,6 @@ from support.wait import until
 
 PROMPT = tuple(range(1, 41))
 OpenStage = Callable[..., Awaitable[Stage]]
-NO_LIMITS: dict[str, dict[str, float]] = {"interactive": {"weight": 16}, "batch": {"weight": 1, "priority": -1}}
 
 
 @pytest.fixture
@@ -186,7 +185,7 @@ async def test_nothing_waits_past_its_deadline_and_then_nothing_runs(open_stage:
 
 
 async def test_nothing_waits_longer_than_its_class_may(open_stage: OpenStage) -> None:
-    classes = {**NO_LIMITS, "interactive": {"ttft_s": 1.0}}
+    classes = {"interactive": {"ttft_s": 1.0}}
     stage = await open_stage(max_in_flight=1, classes=classes)
     decode = await occupied(stage)
     await submitted(stage, request("patient", service_class="batch"), request("hasty"))
@@ -201,7 +200,7 @@ async def test_nothing_waits_longer_than_its_class_may(open_stage: OpenStage) ->
 
 async def test_a_first_token_that_would_be_late_is_refused_before_anybody_works(open_stage: OpenStage) -> None:
     # 40 tokens at 10 a second: four seconds.
-    classes = {**NO_LIMITS, "interactive": {"ttft_s": 3.0}}
+    classes = {"interactive": {"ttft_s": 3.0}}
     stage = await open_stage(classes=classes, assumed_prefill_tokens_per_s=10.0)
     await stage.client.submit(request())
     await until(lambda: bool(stage.client.events))
@@ -226,7 +225,7 @@ async def test_early_counts_what_runs_predictive_what_will_and_none_nothing(
     open_stage: OpenStage, admission: str
 ) -> None:
     # Nobody has measured: a batch of n takes 30 ms × (1 + (n - 1) / 20); two requests keep 32 ms, three do not.
-    classes = {**NO_LIMITS, "interactive": {"tbt_s": 0.032}}
+    classes = {"interactive": {"tbt_s": 0.032}}
     stage = await open_stage(classes=classes, admission=admission)
     decode = stage.workers["d1"]
     outlook = stage.conductors[0].book.outlook

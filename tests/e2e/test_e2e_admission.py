@@ -20,7 +20,7 @@ TOKENS_PER_S = 500
 TTFT_S = 1.0
 SETTINGS = {
     "HALFMOON_GATEWAY_API_KEYS": '{"sk-loud": "loud", "sk-quiet": "quiet"}',
-    "HALFMOON_CONDUCTOR_CLASSES": f'{{"interactive": {{"ttft_s": {TTFT_S}}}, "batch": {{}}}}',
+    "HALFMOON_CONDUCTOR_CLASSES": f'{{"interactive": {{"ttft_s": {TTFT_S}}}}}',
     "HALFMOON_CONDUCTOR_ASSUMED_PREFILL_TOKENS_PER_S": str(TOKENS_PER_S),
     "HALFMOON_CONDUCTOR_MAX_WAITING_PER_WORKER": "1",
     "HALFMOON_PREFILL_MAX_REQUESTS": "1",

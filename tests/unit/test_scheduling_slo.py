@@ -11,7 +11,7 @@ from halfmoon.scheduling.cluster import WorkerLoad
 from halfmoon.scheduling.contract import Ask, DecodeChoice, Plan, PrefillChoice
 from halfmoon.scheduling.estimates import Assumed
 from halfmoon.scheduling.outlook import Batch, Durations, Outlook
-from halfmoon.scheduling.service_class import ServiceClass, check_classes, default_classes
+from halfmoon.scheduling.service_class import ClassSettings, ServiceClass, classes_of, default_classes
 from halfmoon.scheduling.slo import Admission, AdmissionName, Breach, Limit
 from halfmoon.schemas.ids import NodeId, RequestId, WorkerId
 from halfmoon.schemas.splits import Role
@@ -184,10 +184,18 @@ def test_one_that_moves_is_on_its_new_worker_alone_and_a_dropped_one_teaches_not
     assert outlook.durations.survival(0.0, 3.0) == 0.0
 
 
-def test_the_default_class_must_be_there() -> None:
-    check_classes(default_classes())
-    with pytest.raises(ValueError, match="'interactive'"):
-        check_classes({"batch": ServiceClass()})
+def test_what_is_said_of_a_class_changes_nothing_else() -> None:
+    assert classes_of({}) == default_classes()
+    said = {
+        "interactive": ClassSettings(ttft_s=2.0),
+        "bulk": ClassSettings(priority=-5),
+        "batch": ClassSettings(weight=4),
+    }
+    assert classes_of(said) == {
+        "interactive": ServiceClass(ttft_s=2.0, weight=16.0),
+        "batch": ServiceClass(weight=4.0, priority=-1),
+        "bulk": ServiceClass(priority=-5),
+    }
 
 
 PREFILL_S = 20.0

@@ -126,7 +126,10 @@ def _bounds(meta: msgspec.Meta) -> str:
 
 def _default(field: msgspec.structs.FieldInfo) -> str:
     if field.default_factory is not msgspec.NODEFAULT:
-        return _DEFAULTS_OF_THE_MACHINE.get(field.name) or str(field.default_factory())
+        value = field.default_factory()
+        if isinstance(value, dict):
+            return msgspec.json.encode(value).decode()
+        return _DEFAULTS_OF_THE_MACHINE.get(field.name) or str(value)
     if field.required:
         return "(required)"
     value = field.default

@@ -6,7 +6,7 @@ from msgspec import Meta, field
 
 from halfmoon.config import CommonConfig
 from halfmoon.scheduling.policies import PolicyName
-from halfmoon.scheduling.service_class import ServiceClass, check_classes, default_classes
+from halfmoon.scheduling.service_class import ClassSettings, ServiceClass, classes_of
 from halfmoon.scheduling.slo import AdmissionName
 
 
@@ -36,12 +36,13 @@ class ConductorConfig(CommonConfig, frozen=True, kw_only=True, forbid_unknown_fi
         ),
     ] = AdmissionName.PREDICTIVE
     classes: Annotated[
-        dict[str, ServiceClass],
+        dict[str, ClassSettings],
         Meta(
-            description="Classes of service, as JSON: of each, `ttft_s` and `tbt_s`, the limits that it promises (none "
-            "unless given); `weight`, its share where several wait; `priority` in workers' lines."
+            description="Classes of service, as JSON. Of each, `ttft_s` and `tbt_s`: the limits that it promises, none "
+            "unless given; `weight`: its share where several wait; `priority` in workers' lines. There are always "
+            "`interactive` (weight 16, priority 0) and `batch` (1, -1); others have 1 and 0."
         ),
-    ] = field(default_factory=default_classes)
+    ] = field(default_factory=dict)
     tenant_weights: Annotated[
         dict[str, float],
         Meta(description="Tenant to weight, as JSON: its share where several wait. The others' weight is 1."),
@@ -139,6 +140,9 @@ class ConductorConfig(CommonConfig, frozen=True, kw_only=True, forbid_unknown_fi
     ] = 2.0
 
     def __post_init__(self) -> None:
-        check_classes(self.classes)
         if any(weight <= 0 for weight in self.tenant_weights.values()):
             raise ValueError("tenant_weights: a weight must be above 0")
+
+    @property
+    def service_classes(self) -> dict[str, ServiceClass]:
+        return classes_of(self.classes)

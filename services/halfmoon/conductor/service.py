@@ -65,7 +65,8 @@ class Conductor:
         self.lonely = Lonely()
         self.flights = Flights()
         self.requests = OpenRequests()
-        self.book = Book(lambda: WaitingRoom(config.classes, config.tenant_weights, config.max_waiting))
+        classes = config.service_classes
+        self.book = Book(lambda: WaitingRoom(classes, config.tenant_weights, config.max_waiting))
         self.indexer = Indexer(
             bus, log, live=lambda: self.members.cluster().nodes, page_timeout_s=config.snapshot_timeout_s
         )
@@ -103,7 +104,7 @@ class Conductor:
             self.book,
             self.requests,
             Admission(config.admission, self._costs.estimates, self.book.outlook),
-            config.classes,
+            classes,
             self.instruments,
             runtime.telemetry.tracer,
             max_in_flight=config.max_in_flight,
