@@ -77,10 +77,11 @@ class HotIndex:
     def leading(self, keys: Sequence[ChunkKey]) -> Mapping[WorkerId, int]:
         """How many of a prompt's chunks each worker has hot, from the first on without a gap; only those with any."""
         counts: dict[WorkerId, int] = {}
+        if not keys:
+            return counts
+        first = keys[0]
         for worker, cache in self._caches.items():
-            if cache.keys is None:
+            if cache.keys is None or first not in cache.keys:
                 continue
-            count = next((at for at, key in enumerate(keys) if key not in cache.keys), len(keys))
-            if count:
-                counts[worker] = count
+            counts[worker] = next((at for at, key in enumerate(keys) if key not in cache.keys), len(keys))
         return counts

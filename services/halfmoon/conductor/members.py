@@ -6,7 +6,7 @@ once; otherwise a burst would all go to the worker that looked free when it bega
 
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import assert_never
 
 import msgspec
@@ -292,8 +292,10 @@ class Members:
         if self._cluster is None:
             if self._places is None:
                 self._places = self._look_at_nodes()
-            loads = tuple(load for known in self._workers.values() if (load := known.load or known.shown()) is not None)
-            self._cluster = replace(self._places, workers=loads, models=self._models)
+            loads = [known.load or known.shown() for known in self._workers.values()]
+            there = tuple([load for load in loads if load is not None])
+            places = self._places
+            self._cluster = Cluster(there, places.nodes, self._models, places.labels, places.transfers)
         return self._cluster
 
     def _look_at_nodes(self) -> Cluster:

@@ -23,6 +23,10 @@ from halfmoon.schemas.model import ModelCard
 from halfmoon.schemas.wire import Error
 
 
+MAX_ROOTS = 4_096
+"""Kept, of tenants and models; then they are worked out anew."""
+
+
 @dataclass(frozen=True, slots=True)
 class Decision:
     """A plan, and what it was made from."""
@@ -93,6 +97,7 @@ class Planner:
         self._instruments = instruments
         self._copies = copies
         self._turn = 0
+        self._roots: dict[tuple[str | int, ...], bytes] = {}
 
     def decide(
         self,
@@ -136,7 +141,13 @@ class Planner:
 
     def root(self, card: ModelCard, tenant: TenantId) -> bytes:
         """Root of the chunk keys: tenants share KV only where they share a salt."""
-        return Namespace.of(card, tenant_salt=self._tenant_salts.get(tenant, tenant)).root()
+        of = (*card.kv_identity, tenant)
+        root = self._roots.get(of)
+        if root is None:
+            if len(self._roots) >= MAX_ROOTS:
+                self._roots.clear()
+            root = self._roots[of] = Namespace.of(card, tenant_salt=self._tenant_salts.get(tenant, tenant)).root()
+        return root
 
 
 def has_chunks(num_tokens: int, card: ModelCard) -> bool:

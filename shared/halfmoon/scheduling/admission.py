@@ -4,7 +4,7 @@ request ─ admit ─▶ Rejection, or Candidates (one model card, its workers) 
 """
 
 from collections.abc import Sequence
-from typing import Protocol
+from dataclasses import dataclass, field
 
 from halfmoon.scheduling.cluster import Cluster, WorkerLoad
 from halfmoon.scheduling.contract import Ask, Candidates, Costs
@@ -14,6 +14,16 @@ from halfmoon.schemas.splits import Role
 from halfmoon.schemas.wire import Error, ErrorCode
 
 MAX_NAMED_MODELS = 20
+
+
+@dataclass(slots=True)
+class _Group:
+    """Workers that have the same KV."""
+
+    card: ModelCard
+    prefills: list[WorkerLoad] = field(default_factory=list)
+    takers: list[WorkerLoad] = field(default_factory=list)
+    """Decode and colocated ones."""
 
 
 def admit(model: ModelName, ask: Ask, cluster: Cluster, costs: Costs) -> Candidates | Error:
@@ -82,25 +92,24 @@ def max_tokens(requested: int | None, num_prompt_tokens: int, limit_tokens: int)
 
 
 def _groups(model: ModelName, cluster: Cluster, ask: Ask) -> list[Candidates]:
-    cards: dict[tuple[str | int, ...], ModelCard] = {}
-    prefills: dict[tuple[str | int, ...], list[WorkerLoad]] = {}
-    decodes: dict[tuple[str | int, ...], list[WorkerLoad]] = {}
-    identities: dict[int, tuple[str | int, ...]] = {}
+    """The model's workers, by what KV they have. Cards are mostly one object: equal ones are compared only once."""
+    by_card: dict[int, _Group] = {}
+    by_identity: dict[tuple[str | int, ...], _Group] = {}
+    prefill = Role.PREFILL
     for worker in cluster.workers:
-        if worker.card.name != model:
-            continue
-        # Workers of one model mostly share one card, whose identity takes longer to make than to find.
-        identity = identities.get(id(worker.card)) or identities.setdefault(id(worker.card), worker.card.kv_identity)
-        cards.setdefault(identity, worker.card)
-        side = prefills if worker.role is Role.PREFILL else decodes
-        side.setdefault(identity, []).append(worker)
+        card = worker.card
+        group = by_card.get(id(card))
+        if group is None:
+            if card.name != model:
+                continue
+            group = by_card[id(card)] = by_identity.setdefault(card.kv_identity, _Group(card))
+        (group.prefills if worker.role is prefill else group.takers).append(worker)
     groups: list[Candidates] = []
-    for identity, card in cards.items():
-        there = tuple(prefills.get(identity, ()))
-        takers = decodes.get(identity, [])
-        if ask.has_chunks and not there:
+    for group in by_identity.values():
+        takers = group.takers
+        if ask.has_chunks and not group.prefills:
             takers = [worker for worker in takers if worker.role is Role.COLOCATED] or takers
-        groups.append(Candidates(card, there, tuple(takers)))
+        groups.append(Candidates(group.card, tuple(group.prefills), tuple(takers)))
     return groups
 
 
@@ -109,21 +118,29 @@ def _needs_no_prefill(ask: Ask, group: Candidates) -> bool:
 
 
 def _fitting(group: Candidates, ask: Ask) -> Candidates | None:
-    return _only(group, ask, lambda worker: ask.num_tokens < worker.limit_tokens)
+    num_tokens = ask.num_tokens
+    return _only(
+        group,
+        ask,
+        tuple([worker for worker in group.prefills if num_tokens < worker.limit_tokens]),
+        tuple([worker for worker in group.decodes if num_tokens < worker.limit_tokens]),
+    )
 
 
 def _with_room(group: Candidates, ask: Ask, costs: Costs) -> Candidates | None:
-    return _only(group, ask, lambda worker: worker.num_waiting < costs.max_waiting_per_worker)
+    most = costs.max_waiting_per_worker
+    return _only(
+        group,
+        ask,
+        tuple([worker for worker in group.prefills if worker.num_waiting < most]),
+        tuple([worker for worker in group.decodes if worker.num_waiting < most]),
+    )
 
 
-class _Keep(Protocol):
-    def __call__(self, worker: WorkerLoad, /) -> bool: ...
-
-
-def _only(group: Candidates, ask: Ask, keep: _Keep) -> Candidates | None:
-    """The group without those that `keep` refuses; None where it can't serve any more."""
-    prefills = tuple(worker for worker in group.prefills if keep(worker))
-    decodes = tuple(worker for worker in group.decodes if keep(worker))
+def _only(
+    group: Candidates, ask: Ask, prefills: tuple[WorkerLoad, ...], decodes: tuple[WorkerLoad, ...]
+) -> Candidates | None:
+    """The group with no others than these; None where it can't serve any more."""
     if ask.has_chunks and not prefills:
         decodes = tuple(worker for worker in decodes if worker.role is Role.COLOCATED)
     return Candidates(group.card, prefills, decodes) if decodes else None

@@ -34,11 +34,14 @@ class WorkerLoad:
     """Prompt and completion together, at most, of one request here."""
     occupancy: float = field(init=False)
     """Share of its batch in use; above 1 where some wait."""
+    used: float = field(init=False)
+    """Share of its KV in use; 0 where it isn't known how much it has."""
 
     def __post_init__(self) -> None:
         # Looked at for every worker in every decision: worked out once.
         most = self.card.max_model_tokens
         object.__setattr__(self, "limit_tokens", min(most, self.total_tokens) if self.total_tokens else most)
+        object.__setattr__(self, "used", 1 - self.free_tokens / self.total_tokens if self.total_tokens else 0.0)
         object.__setattr__(self, "occupancy", self.num_requests / max(1, self.max_requests))
 
 

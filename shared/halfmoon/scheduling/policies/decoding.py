@@ -56,7 +56,7 @@ class Decoding:
             away_s = here_s + self._estimates.least_pull_s(num_bytes)
         bounds = [
             num_coming * tbt_s
-            + FULL_BATCH_COST_S * worker.occupancy
+            + FULL_BATCH_COST_S * (worker.occupancy + worker.used)
             + (
                 0.0
                 if prefill is None or worker.role is Role.COLOCATED or worker.worker in hot
@@ -78,12 +78,11 @@ class Decoding:
         needed = _needed_tokens(ask, worker)
         has_room = not worker.total_tokens or needed <= worker.free_tokens
         room_s = 0.0 if has_room else NO_ROOM_COST_S * needed / worker.total_tokens
-        used = 1 - worker.free_tokens / worker.total_tokens if worker.total_tokens and has_room else 0.0
         kv_s, is_alone = self._kv_s(worker, may_begin=has_room and not worker.num_waiting)
         tbt_s = self._estimates.tbt_s(worker, worker.num_requests + 1, worker.context_tokens + ask.num_tokens)
         return DecodeChoice(
             worker=worker,
-            cost_s=kv_s + room_s + self._num_coming * tbt_s + FULL_BATCH_COST_S * (worker.occupancy + used),
+            cost_s=kv_s + room_s + self._num_coming * tbt_s + FULL_BATCH_COST_S * (worker.occupancy + worker.used),
             ttft_s=kv_s + room_s + tbt_s,
             tbt_s=tbt_s,
             num_hot=ask.num_hot(worker.worker),

@@ -19,8 +19,7 @@ class LeastLoaded:
             return (estimates.queue_s(worker), worker.occupancy, lot(ask, worker))
 
         def batch(worker: WorkerLoad) -> tuple[float, ...]:
-            used = 1 - worker.free_tokens / worker.total_tokens if worker.total_tokens else 0.0
-            return (worker.occupancy, used, lot(ask, worker))
+            return (worker.occupancy, worker.used, lot(ask, worker))
 
         idlest = least(candidates.prefills, queue, costs.num_choices)
         prefills = local_prefills(ask, idlest, candidates.card, costs)
