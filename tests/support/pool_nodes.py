@@ -73,13 +73,14 @@ async def write_chunks(
     register: bool = True,
     lease_s: float = 10.0,
     tenant: TenantId = DEFAULT_TENANT,
+    request_id: RequestId = REQUEST,
 ) -> LeaseId:
     """Reserve, fill and commit a chunk per name; the lease is still open."""
     new = [
         NewChunk(key=key_of(name), index=index, num_tokens=4, num_bytes=CHUNK_BYTES, register=register)
         for index, name in enumerate(names)
     ]
-    reserved = await client.reserve(REQUEST, new, lease_s=lease_s, tenant=tenant)
+    reserved = await client.reserve(request_id, new, lease_s=lease_s, tenant=tenant)
     written = []
     for name, chunk in zip(names, reserved.chunks, strict=True):
         assert chunk.slot is not None
@@ -91,7 +92,7 @@ async def write_chunks(
             num_tokens=4,
             num_bytes=CHUNK_BYTES,
             checksum=checksum(payload),
-            request_id=REQUEST,
+            request_id=request_id,
             created_ns=time.time_ns(),
             tenant=tenant,
         )

@@ -10,6 +10,7 @@ import time
 
 import msgspec
 
+from halfmoon.kv_tier.leases import Lease
 from halfmoon.kv_tier.lower_tier import LowerTier
 from halfmoon.kv_tier.reuse import Burst, Pressure, Watermarks, adapted
 from halfmoon.kv_tier.slots import Slot
@@ -49,7 +50,7 @@ class Demoter:
                 await asyncio.sleep(_LOOK_S)
 
     async def step(self) -> bool:
-        """Look, and demote one batch where that is due; whether it was."""
+        """Look, and demote one batch where that is due; whether that has freed anything."""
         counts = self._store.ledger.slots.counts()
         self._burst.look(counts.free)
         if self._fixed is None:
@@ -58,12 +59,14 @@ class Demoter:
         if not excess or not self._ssd.can_write:
             return False
         numbers = self._store.evictor.victims(min(excess, self._batch))
-        slots = [self._store.ledger.slots[number] for number in numbers]
-        to_write = [slot for slot in slots if self._needs_write(slot)]
-        self._store.evict(slot.number for slot in slots if slot not in to_write)
+        to_write = [slot for number in numbers if self._needs_write(slot := self._store.ledger.slots[number])]
+        # Held before anything else can run, so that nobody takes these slots before their tasks begin.
+        writes = [self._demote(slot, self._hold(slot)) for slot in to_write]
+        held = {slot.number for slot in to_write}
+        self._store.evict(number for number in numbers if number not in held)
         # The deepest chunks are given up first; they are written last, since what they depend on is worth more.
-        await asyncio.gather(*(self._demote(slot) for slot in reversed(to_write)))
-        return bool(numbers)
+        await asyncio.gather(*reversed(writes))
+        return self._store.ledger.slots.counts().free > counts.free
 
     def _needs_write(self, slot: Slot) -> bool:
         key = slot.key
@@ -72,13 +75,19 @@ class Demoter:
             return False
         return self._lower.is_worth_writing(key)
 
-    async def _demote(self, slot: Slot) -> None:
-        """Write a ready slot's chunk and free the slot, unless somebody uses it meanwhile."""
-        ledger, meta, num_hits = self._store.ledger, slot.meta, slot.hits
+    def _hold(self, slot: Slot) -> Lease:
+        """A lease that keeps everybody from freeing a ready slot."""
+        assert slot.meta is not None
+        ledger = self._store.ledger
+        lease = ledger.open_lease(new_lease_id(), self._holder, slot.meta.request_id, _NEVER_NS)
+        ledger.share(lease, slot, self._store.clock_ns(), is_use=False)
+        return lease
+
+    async def _demote(self, slot: Slot, lease: Lease) -> None:
+        """Write a held slot's chunk, let go of the slot, and free it unless somebody has used it meanwhile."""
+        meta, num_hits = slot.meta, slot.hits
         assert meta is not None
         started_ns = time.time_ns()
-        lease = ledger.open_lease(new_lease_id(), self._holder, meta.request_id, _NEVER_NS)
-        ledger.share(lease, slot, self._store.clock_ns(), is_use=False)
         is_written = False
         try:
             is_written = await self._ssd.write(
@@ -88,7 +97,7 @@ class Demoter:
             )
         finally:
             is_same = slot.meta is meta and slot.registered
-            ledger.release(lease.lease_id, self._store.clock_ns())
+            self._store.ledger.release(lease.lease_id, self._store.clock_ns())
             if is_written and not is_same:
                 # It was flushed or found damaged while it was being written.
                 self._ssd.remove([meta.key])

@@ -70,12 +70,13 @@ class Evictor:
             self._surplus.pop(slot.meta.key, None)
             self._policies[self._part_of(slot.meta.tenant)].access(slot.meta.key, prompt)
 
-    def registered(self, metas: Iterable[ChunkMeta], now_ns: int) -> None:
-        """The pool has these chunks from now on."""
+    def registered(self, metas: Iterable[ChunkMeta], now_ns: int, request_id: RequestId | None = None) -> None:
+        """The pool has these chunks from now on: for this request, or (None) for those that computed them."""
         for meta in metas:
-            prompt = self._prompts.get(meta.request_id)
+            user = request_id or meta.request_id
+            prompt = self._prompts.get(user)
             if prompt is None:
-                prompt = self._open(meta.request_id, meta.index + 1, meta.index, now_ns)
+                prompt = self._open(user, meta.index + 1, meta.index, now_ns)
             part = self._part_of(meta.tenant)
             if part not in self._policies:
                 self._policies[part] = self._make_policy()

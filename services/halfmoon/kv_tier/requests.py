@@ -186,7 +186,7 @@ class Requests:
         plan = policy.plan_acquire(wanted, here, self._info.node, () if lower is None else lower.ssd)
         answers: dict[int, AcquiredChunk] = {}
         for position in plan.local:
-            answers[position] = self._local(lease_id, wanted[position], direct=request.direct or request.unasked)
+            answers[position] = self._local(lease_id, wanted[position], request)
         for position in plan.missing:
             chunk = wanted[position]
             detail = "not in this pool, and no other node is named that has it"
@@ -239,13 +239,13 @@ class Requests:
         counters.misses += sum(chunk.slot is None for chunk in chunks)
         self._store.accounts.asked(request, chunks)
 
-    def _local(self, lease_id: LeaseId, chunk: WantedChunk, *, direct: bool) -> AcquiredChunk:
+    def _local(self, lease_id: LeaseId, chunk: WantedChunk, request: Acquire) -> AcquiredChunk:
         slot = self._store.ledger.lease_cached(lease_id, chunk.key, self._store.clock_ns())
         assert slot is not None
         assert slot.meta is not None
-        lower = self._store.lower
-        if lower is not None and not slot.registered and not direct and lower.note_read(chunk.key):
-            self._store.promote(slot)
+        lower, is_use_here = self._store.lower, not (request.direct or request.unasked)
+        if lower is not None and not slot.registered and is_use_here and lower.note_read(chunk.key):
+            self._store.promote(slot, request.request_id)
         meta = msgspec.structs.replace(slot.meta, hits=slot.hits, last_access_ns=slot.last_access_ns)
         return AcquiredChunk(
             key=chunk.key,

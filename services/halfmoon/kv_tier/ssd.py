@@ -134,12 +134,14 @@ class SsdStore:
         broken = [breaker.reason for breaker in (self.write_breaker, self.read_breaker) if breaker.is_broken]
         return broken[0] if broken else ""
 
-    def gives_up(self) -> bool:
-        """Whether there is no sense in waiting for a read: one has been on its way for too long, or several failed."""
+    def unreadable(self) -> str | None:
+        """Why there is no sense in waiting for a read: one has been on its way for too long, or several failed."""
         now_s = time.monotonic()
         if any(now_s - began_s > _SILENCE_S for began_s in list(self._reading.values())):
             self._read_failed(f"a read takes longer than {_SILENCE_S:g} s")
-        return self.read_breaker.is_open(self._clock_ns())
+        if not self.read_breaker.is_open(self._clock_ns()):
+            return None
+        return f"the SSD is left alone for a while: {self.read_breaker.reason}"
 
     async def write(self, meta: ChunkMeta, traceparent: str | None, padded: memoryview) -> bool:
         """Write a chunk from its slot; whether the tier has it now. `padded` is the payload to the end of its page.
@@ -183,8 +185,8 @@ class SsdStore:
         chunk = self.book.find(key)
         if chunk is None:
             raise NotRead("it isn't on the SSD any more")
-        if self.read_breaker.is_open(self._clock_ns()):
-            raise NotRead(f"the SSD is left alone for a while: {self.read_breaker.reason}")
+        if (why := self.unreadable()) is not None:
+            raise NotRead(why)
         try:
             body = await self._run(self._readers, self._read, key, padded)
         except BadFile as error:

@@ -97,8 +97,8 @@ class SsdReader:
             left_s = (request.deadline_ns - time.time_ns()) / 1e9
             if left_s <= 0:
                 return self._miss(read, "the deadline came before the SSD's answer")
-            if self._ssd.gives_up():
-                return self._miss(read, "the SSD doesn't answer")
+            if (why := self._ssd.unreadable()) is not None:
+                return self._miss(read, why)
             await asyncio.wait([read.landed], timeout=min(left_s, _LOOK_S))
         result = read.landed.result()
         if result.slot is None:

@@ -124,15 +124,15 @@ class ChunkStore:
             if chunk.slot in stale and not slot.registered:
                 self.ledger.slots.withdraw(slot)
         if registered:
-            self._registered(registered)
+            self._registered(registered, None if lease is None else lease.request_id)
             if self.lower is not None and lease is not None:
                 self.lower.registered(registered, lease.request_id)
         return len(registered)
 
-    def promote(self, slot: Slot) -> None:
+    def promote(self, slot: Slot, request_id: RequestId) -> None:
         """Keep in DRAM what a reader has there as a working copy, as far as quotas allow."""
         if slot.meta is not None and self.ledger.slots.register(slot):
-            self._registered([slot.meta])
+            self._registered([slot.meta], request_id)
             self.promoted(slot)
 
     def promoted(self, slot: Slot) -> None:
@@ -321,8 +321,8 @@ class ChunkStore:
             self.accounts.evicted(each.meta)
             self._trace_eviction(each.meta, each.traceparent, reason, is_surplus=False)
 
-    def _registered(self, metas: Sequence[ChunkMeta]) -> None:
-        self.evictor.registered(metas, self.clock_ns())
+    def _registered(self, metas: Sequence[ChunkMeta], request_id: RequestId | None) -> None:
+        self.evictor.registered(metas, self.clock_ns(), request_id)
         self._announcer.registered(metas)
         self.pins.came(meta.key for meta in metas)
 
