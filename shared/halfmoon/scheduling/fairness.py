@@ -10,6 +10,8 @@ charged for its owner's requests that run (the paper's lemma 4.3). So nobody sta
 two turns of one, another is served at most (its weight / the one's) times the one's tokens, plus that bound.
 """
 
+import heapq
+import itertools
 from bisect import insort
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -28,7 +30,12 @@ class Counters:
         self._weights = weights
         self._default_weight = default_weight
         self._served: dict[str, float] = {}
-        self._waiting: dict[str, None] = {}
+        self._waiting: dict[str, int] = {}
+        """Who waits, and a number for since when."""
+        self._entries = itertools.count()
+        self._least: list[tuple[float, float, int, str]] = []
+        """A heap of (served, negated weight, since when, name). Counters only grow, so what is stale is too small, and
+        comes up to be put right."""
 
     def weight(self, name: str) -> float:
         return self._weights.get(name, self._default_weight)
@@ -40,11 +47,13 @@ class Counters:
         """It begins to wait."""
         if name in self._waiting:
             return
-        if not self._waiting:
+        first = self.least()
+        if first is None:
             self._served.clear()
         else:
-            self._served[name] = max(self.served(name), min(self.served(other) for other in self._waiting))
-        self._waiting[name] = None
+            self._served[name] = max(self.served(name), self.served(first))
+        self._waiting[name] = since = next(self._entries)
+        heapq.heappush(self._least, (self.served(name), -self.weight(name), since, name))
 
     def leave(self, name: str) -> None:
         """It waits no more. What it is still served counts, should it come back while others wait."""
@@ -56,11 +65,19 @@ class Counters:
             return
         self._served[name] = self.served(name) + num_tokens / self.weight(name)
         if len(self._served) > len(self._waiting) + MAX_NAMES:
-            self._served = {name: self._served[name] for name in self._waiting}
+            self._served = {name: self._served[name] for name in self._waiting if name in self._served}
 
     def least(self) -> str | None:
         """Who waits and was served least; of several, the one of most weight, then the first that came."""
-        return min(self._waiting, key=lambda name: (self.served(name), -self.weight(name)), default=None)
+        while self._least:
+            served, negated_weight, since, name = self._least[0]
+            if self._waiting.get(name) != since:
+                heapq.heappop(self._least)
+            elif served != self.served(name):
+                heapq.heapreplace(self._least, (self.served(name), negated_weight, since, name))
+            else:
+                return name
+        return None
 
     def waiting(self) -> Iterator[str]:
         return iter(self._waiting)
