@@ -175,7 +175,7 @@ class Copier:
         )
         for chunk in read:
             if chunk.slot is not None:
-                self._store.promote(self._store.ledger.slots[chunk.slot.slot])
+                self._store.promote(self._store.ledger.slots[chunk.slot.slot], pull.request_id)
         by_key = {chunk.key: chunk for chunk in (*read, *pulled)}
         return [by_key[chunk.key] for chunk in chunks]
 
