@@ -1,6 +1,7 @@
 """`halfmoon sim`: what the policies would do with recorded traffic."""
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
@@ -13,6 +14,7 @@ from halfmoon.scheduling.slo import AdmissionName
 from halfmoon.sim.arrivals import Arrivals
 from halfmoon.sim.hit_rate import HitCount, replay, replay_belady
 from halfmoon.sim.options import SimOptions
+from halfmoon.sim.prefetch import replay_prefetch
 from halfmoon.sim.profiles.hardware import HARDWARE
 from halfmoon.sim.profiles.measured import MEASURED
 from halfmoon.sim.profiles.models import CONFIGS
@@ -142,6 +144,36 @@ def run(
     )
     assumed = Assumed(model=model, hardware=hardware, dtype=dtype, gpus=gpus)
     raise typer.Exit(run_sim(arrivals, options, assumed, Shown(as_json=as_json, plot=plot)))
+
+
+@sim_app.command("prefetch")
+def prefetch(
+    trace: Annotated[Path, typer.Argument(help="A trace with blocks: Mooncake's, or a recording; plain or .xz.")],
+    confidence: Annotated[
+        float, typer.Option(min=0.01, max=1.0, help="How likely a block must be to follow; 1 prefetches nothing.")
+    ] = 0.9,
+    nodes: Annotated[int, typer.Option(min=1, help="How many pools there are.")] = 4,
+    blocks: Annotated[int, typer.Option(min=1, help="How many blocks each pool holds.")] = 3000,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Simulate what prefetching at this confidence would bring to the pools, and how much of it would be used.
+
+    halfmoon sim prefetch conversation_trace.jsonl --confidence 0.7
+    """
+    try:
+        prompts = read_prompts(trace)
+    except TraceError as error:
+        raise _refused(str(error)) from None
+    count = replay_prefetch(prompts, num_nodes=nodes, capacity=blocks, confidence=confidence)
+    if as_json:
+        typer.echo(json.dumps({"nodes": nodes, "blocks": blocks, "confidence": confidence, **asdict(count)}))
+        return
+    typer.echo(
+        f"simulated, {nodes} pools of {blocks:,} blocks under lru: of {count.references:,} blocks "
+        f"{count.local / count.references:.4f} were held where the prompt went, {count.remote / count.references:.4f} "
+        f"elsewhere; {count.prefetched:,} prefetched, of which {count.used:,} were used and {count.wasted:,} evicted "
+        "unused"
+    )
 
 
 def _record(policy: str, blocks: int | None, count: HitCount) -> dict[str, str | int | float | None]:
