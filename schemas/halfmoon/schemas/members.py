@@ -8,6 +8,7 @@ from halfmoon.schemas.ids import NodeId, RequestId, WorkerId
 from halfmoon.schemas.kv_tier import PoolStats
 from halfmoon.schemas.measurements import DecodeSample, PrefillSample, PullSample
 from halfmoon.schemas.model import ModelCard
+from halfmoon.schemas.scheduling import SchedulingReport
 from halfmoon.schemas.splits import Role
 from halfmoon.schemas.wire import Message
 
@@ -98,6 +99,12 @@ class ServiceHeartbeat(Message, frozen=True, tag="heartbeat.service.v1"):
     state: MemberState
     address: str = ""
     pid: int = 0
+    prompt_tokens: int = 0
+    """Conductors only: of the requests that have ended since their start."""
+    cached_tokens: int = 0
+    """Of these, those whose KV was found and not computed."""
+    scheduling: SchedulingReport | None = None
+    """A conductor's."""
 
 
 class Goodbye(Message, frozen=True, tag="heartbeat.goodbye.v1"):

@@ -155,6 +155,7 @@ class Ears:
             return
         self._members.half_ended(ended)
         self._flights.ended(ended)
+        self._instruments.forecasts.ended(ended)
         self._book.ended(ended, time.monotonic())
         self._gate.wake()
         request = self._requests.get(ended.request_id)

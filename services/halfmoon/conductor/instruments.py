@@ -1,11 +1,13 @@
 """What the conductor measures."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
+from halfmoon.conductor.forecasts import Forecasts
 from halfmoon.conductor.state import RequestState
 from halfmoon.scheduling.fairness import Share
 from halfmoon.schemas.ids import ModelName, TenantId, WorkerId
 from halfmoon.schemas.requests import Usage
+from halfmoon.schemas.scheduling import CostModel, Forecast
 from halfmoon.tracing.metrics import Metrics
 from halfmoon.tracing.tenants import OTHER, TenantCollector, TenantCounts, biggest
 
@@ -52,8 +54,36 @@ class Instruments:
             "Chunks that pools were told to bring, by cause and answer.",
             ["cause", "answer"],
         )
+        self._model_error = metrics.gauge(
+            "conductor_cost_model_error",
+            "Running mean of |predicted - measured| / measured, of the cost models with most samples.",
+            ["kind", "subject"],
+        )
+        self._model_samples = metrics.gauge(
+            "conductor_cost_model_samples", "Measurements that a cost model was fitted to.", ["kind", "subject"]
+        )
+        self._forecast_error = metrics.gauge(
+            "conductor_forecast_error",
+            "Running mean of |predicted - measured| / measured, of TTFT and TBT of the requests placed.",
+            ["kind"],
+        )
+        self._forecast_s = metrics.gauge(
+            "conductor_forecast",
+            "Running means of TTFT and TBT: predicted, measured.",
+            ["kind", "value"],
+            unit="seconds",
+        )
+        self.balancing_threshold = metrics.gauge(
+            "conductor_balancing_threshold", "How much longer a match elsewhere has to be to be pulled (kv_centric)."
+        )
+        self.imbalance = metrics.gauge(
+            "conductor_prefill_imbalance", "Longest queue of a prefill worker over the mean, lately (kv_centric)."
+        )
+        self.forecasts = Forecasts()
         self.prompt_chunks = metrics.counter("conductor_prompt_chunks", "Whole chunks of all prompts placed.")
 
+        self.prompt_tokens = self.cached_tokens = 0
+        """Of all requests, for heartbeats."""
         self._tenant_tokens = TenantCounts()
         metrics.registry.register(
             TenantCollector(
@@ -72,10 +102,25 @@ class Instruments:
             "completion": usage.completion_tokens,
         }
         self._tenant_tokens.add(tenant, model, amounts)
+        self.prompt_tokens += usage.prompt_tokens
+        self.cached_tokens += usage.cached_tokens
 
     def copies_ordered(self, cause: str, answer: str, num_chunks: int) -> None:
         if num_chunks:
             self._copies.labels(cause, answer).inc(num_chunks)
+
+    def cost_models(self, models: Iterable[CostModel]) -> None:
+        """Those that there are; models that were forgotten are no longer shown."""
+        self._model_error.clear()
+        self._model_samples.clear()
+        for model in models:
+            self._model_error.labels(model.kind, model.subject).set(model.error)
+            self._model_samples.labels(model.kind, model.subject).set(model.num_samples)
+
+    def forecast(self, kind: str, forecast: Forecast) -> None:
+        self._forecast_error.labels(kind).set(forecast.error)
+        self._forecast_s.labels(kind, "predicted").set(forecast.predicted_s)
+        self._forecast_s.labels(kind, "measured").set(forecast.measured_s)
 
     def left(self, state: RequestState) -> None:
         self._requests.labels(state.value).inc()

@@ -214,6 +214,9 @@ class Owner:
                 self._parts.planner.carry_out(decision)
                 # No wait before the decode half is sent: see `Gate.enter`.
                 error = await self._parts.dispatcher.place(request, decision, time.monotonic())
+                first = decision.plan.decodes[0]
+                if error is None and request.decode_worker == first.worker.worker:
+                    self._parts.instruments.forecasts.placed(request.request_id, first)
                 span.set_attributes(_described(request, decision))
             if error is not None:
                 if request.breach is not None:

@@ -22,7 +22,6 @@ from halfmoon.schemas.kv_tier import ChunkSource
 from halfmoon.schemas.model import ModelCard
 from halfmoon.schemas.wire import Error
 
-
 MAX_ROOTS = 4_096
 """Kept, of tenants and models; then they are worked out anew."""
 
@@ -133,6 +132,8 @@ class Planner:
 
     def carry_out(self, decision: Decision) -> None:
         """What is now being placed by it is counted, and may be a reason for copies."""
+        self._instruments.forecasts.num_prompt_chunks += decision.num_chunks
+        self._instruments.forecasts.num_matched_chunks += len(decision.ask.match)
         self._instruments.matched_chunks.inc(len(decision.ask.match))
         self._instruments.prompt_chunks.inc(decision.num_chunks)
         self._instruments.planned(decision.hits())

@@ -24,6 +24,7 @@ from halfmoon.conductor.partners import Lonely
 from halfmoon.conductor.pins import PinWatch
 from halfmoon.conductor.planning import Planner
 from halfmoon.conductor.prompt_keys import PromptCutter
+from halfmoon.conductor.reporting import Reporter
 from halfmoon.conductor.requests import OpenRequests
 from halfmoon.conductor.speaker import Speaker
 from halfmoon.conductor.state import RequestState
@@ -99,6 +100,10 @@ class Conductor:
             max_waiting_per_worker=config.max_waiting_per_worker,
             retry_after_s=config.retry_after_s,
             num_choices=config.split_attempts,
+        )
+        self._policy = policy_named(config.policy, balancing_threshold=config.balancing_threshold)
+        self._reporter = Reporter(
+            config.policy, self._policy, self.fitted, self.instruments.forecasts, self.instruments
         )
         self.gate = Gate(
             self.book,
@@ -190,12 +195,15 @@ class Conductor:
             started_ns=self._runtime.started_ns,
             state=self._state,
             pid=os.getpid(),
+            prompt_tokens=self.instruments.prompt_tokens,
+            cached_tokens=self.instruments.cached_tokens,
+            scheduling=self._reporter.report(num_open=len(self.requests)),
         )
 
     def _build_front(self, texts: Texts) -> Front:
         config, bus, log = self._config, self._runtime.bus, self._runtime.log
         planner = Planner(
-            policy_named(config.policy, balancing_threshold=config.balancing_threshold),
+            self._policy,
             self._costs,
             self.members,
             lambda: self.indexer.index,
@@ -259,6 +267,7 @@ class Conductor:
             self._ears.expire_members()
             self.instruments.index_chunks.set(len(self.indexer.index))
             self.instruments.hot(self.hot.num_chunks())
+            self._reporter.refresh()
             self.instruments.waiting(self.book.waiting())
             self._look_for_lonely_workers()
 
