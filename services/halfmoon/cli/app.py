@@ -209,6 +209,32 @@ def doctor(
     raise typer.Exit(run_doctor(_common(chosen), effort, Console(), as_json=json))
 
 
+@app.command()
+def top(
+    *,
+    once: Annotated[bool, typer.Option("--once", help="Print what there is after a second, and end.")] = False,
+    json: Annotated[bool, typer.Option("--json", help="The same as JSON.")] = False,
+    interval_s: Annotated[float, typer.Option(min=0.1, help="Time between two looks.")] = 0.5,
+    nats_url: Annotated[
+        str | None, typer.Option(help="The cluster's NATS.", show_default="HALFMOON_NATS_URL, else this machine's")
+    ] = None,
+    data_dir: DataDir = None,
+) -> None:
+    """Watch a running system: requests a second and how many tokens were cached, times predicted and measured, each
+    worker's queue, batch and free KV, each node's pool, and what the conductors have learned of all speeds.
+
+    halfmoon top                       until Ctrl-C
+
+    halfmoon top --once --json         for scripts
+    """
+    from halfmoon.cli.top import run_top
+
+    chosen: dict[str, object] = {} if data_dir is None else {"data_dir": data_dir}
+    if nats_url is not None:
+        chosen["nats_url"] = nats_url
+    raise typer.Exit(run_top(_common(chosen), Console(), once=once, as_json=json, interval_s=interval_s))
+
+
 @model_app.command("fetch")
 def fetch(data_dir: DataDir = None) -> None:
     """Get the default model, SmolLM2-135M-Instruct: 94 MB to download, 540 MB on disk. Done once."""
