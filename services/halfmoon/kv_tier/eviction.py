@@ -1,30 +1,17 @@
-"""Keeps eviction policies informed of a pool's registered chunks, and asks them for victims.
+"""Keeps eviction policies informed of a pool's registered chunks, and asks them for victims."""
 
-Tenants with limits have a policy each, all others share one. So a policy never has to pass over chunks that a tenant
-may not touch, however many there are. Between policies, the one whose next victim is unused for longest gives it up.
-"""
-
-import heapq
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
-from itertools import islice
 
-from halfmoon.eviction import ChunkFacts, EvictionPolicy, Prompt
+from halfmoon.eviction import Prompt
 from halfmoon.kv_tier.quotas import TierBook
-from halfmoon.kv_tier.slots import Evicted, Slot, SlotTable
+from halfmoon.kv_tier.slots import Evicted, SlotTable
 from halfmoon.kv_tier.state import SlotState
+from halfmoon.kv_tier.tenant_policies import Part, Policy, TenantPolicies
 from halfmoon.schemas.chunks import ChunkMeta
 from halfmoon.schemas.ids import ChunkKey, RequestId, TenantId
 
 _MAX_PROMPTS = 4096
-_COMPARED_AT_ONCE = 8
-"""Policies whose victims are compared, those of the tenants farthest above their reserves first."""
-
-Policy = EvictionPolicy[ChunkKey]
-_Part = TenantId | None
-"""Whose policy: a tenant's with limits, or (None) that of all others."""
-_Chosen = dict[int, _Part]
-"""Slots to free, in that order, and the policies that gave them up."""
 
 
 class Evictor:
@@ -32,12 +19,16 @@ class Evictor:
 
     def __init__(self, make_policy: Callable[[], Policy], slots: SlotTable, book: TierBook, slot_bytes: int) -> None:
         """`book` counts what is registered in `slots`."""
-        self._make_policy = make_policy
         self._slots = slots
-        self._book = book
         self._slot_bytes = slot_bytes
-        self._policies: dict[_Part, Policy] = {None: make_policy()}
-        """A tenant's while it has chunks."""
+        self._policies = TenantPolicies(
+            make_policy,
+            book,
+            find=self._meta_of,
+            is_evictable=self._is_ready,
+            rank=self._rank,
+            first_of=self._surplus_of,
+        )
         self._prompts: OrderedDict[RequestId, Prompt] = OrderedDict()
         """Of the latest requests, the oldest first: chunks are committed some time after the prompt came."""
         self._num_prompts = 0
@@ -68,7 +59,7 @@ class Evictor:
         for slot in slots:
             assert slot.meta is not None
             self._surplus.pop(slot.meta.key, None)
-            self._policies[self._part_of(slot.meta.tenant)].access(slot.meta.key, prompt)
+            self._policies.access(slot.meta, prompt)
 
     def registered(self, metas: Iterable[ChunkMeta], now_ns: int, request_id: RequestId | None = None) -> None:
         """The pool has these chunks from now on: for this request, or (None) for those that computed them."""
@@ -77,105 +68,51 @@ class Evictor:
             prompt = self._prompts.get(user)
             if prompt is None:
                 prompt = self._open(user, meta.index + 1, meta.index, now_ns)
-            part = self._part_of(meta.tenant)
-            if part not in self._policies:
-                self._policies[part] = self._make_policy()
-            self._policies[part].insert(meta.key, ChunkFacts(meta.parent, meta.index), prompt)
+            self._policies.insert(meta, prompt)
 
     def gone(self, gone: Iterable[Evicted], now_ns: int, *, evicted: bool) -> None:
         """The pool has these chunks no more, or another copy of them in their place."""
         for each in gone:
             self._surplus.pop(each.meta.key, None)
-            part = self._part_of(each.meta.tenant)
-            if each.successor is not None and self._part_of(each.successor.tenant) == part:
+            part_of = self._policies.part_of
+            if each.successor is not None and part_of(each.successor.tenant) == part_of(each.meta.tenant):
                 continue
-            policy = self._policies[part]
-            policy.remove(each.meta.key, evicted=evicted)
-            if part is not None and not len(policy) and not self._book.is_named(part):
-                del self._policies[part]
+            self._policies.remove(each.meta, evicted=evicted)
             if each.successor is not None:
                 self.registered([each.successor], now_ns)
 
     def victims(self, num_slots: int, tenant: TenantId | None = None) -> list[int]:
         """The slots to free so that `num_slots` become available, to this tenant's new chunks or (None) to nobody's.
-        Fewer where no more are ready, or the others' are within their reserves.
 
-        What would be beyond the tenant's quota takes the place of its own chunks, as far as they are ready; what is
-        within its reserve takes the place of others', as far as they may go.
+        Fewer where no more are ready, or the others' are within their reserves. See `TenantPolicies.victims`.
         """
         wanted = min(num_slots, self._slots.counts().ready)
-        if wanted <= 0:
-            return []
-        chosen: _Chosen = {}
-        own = None if tenant is None else self._part_of(tenant)
-        if own is not None:
-            excess = self._book.num_excess(own, wanted, self._slot_bytes)
-            self._take(chosen, excess, [own], own)
-            reserved = self._book.num_reserved(own, wanted - excess, self._slot_bytes)
-            self._take(chosen, reserved, [part for part in self._policies if part != own], own)
-        self._take(chosen, wanted - len(chosen), self._policies, own)
-        return list(chosen)
+        return self._numbers(self._policies.victims(wanted, self._slot_bytes, tenant))
 
     def own_victims(self, num_slots: int, tenant: TenantId) -> list[int]:
         """Ready slots of a tenant with limits, at most so many."""
-        chosen: _Chosen = {}
-        self._take(chosen, num_slots, [self._part_of(tenant)], tenant)
-        return list(chosen)
+        return self._numbers(self._policies.own_victims(num_slots, tenant))
 
     def __len__(self) -> int:
         """How many chunks the policies have in mind: as many as are registered."""
-        return sum(map(len, self._policies.values()))
+        return len(self._policies)
 
-    def _take(self, chosen: _Chosen, num_slots: int, parts: Iterable[_Part], own: _Part) -> None:
-        """Add at most so many victims to the chosen, from these policies, on behalf of a tenant of the policy `own`."""
-        if num_slots <= 0:
-            return
-        wanted = len(chosen) + num_slots
-        taken = Counter(chosen.values())
-        allowed = {
-            part: allowed for part in parts if part in self._policies and (allowed := self._num_allowed(part, own))
-        }
-        by_number = sorted(allowed, key=allowed.__getitem__, reverse=True)
-        for start in range(0, len(by_number), _COMPARED_AT_ONCE):
-            some = by_number[start : start + _COMPARED_AT_ONCE]
-            offers = [
-                [(slot, part) for slot in self._offer(part, min(allowed[part], taken[part] + num_slots), chosen)]
-                for part in some
-            ]
-            for slot, part in heapq.merge(*offers, key=self._rank):
-                if len(chosen) == wanted:
-                    return
-                chosen[slot.number] = part
+    def _numbers(self, keys: Iterable[ChunkKey]) -> list[int]:
+        return [slot.number for slot in map(self._slots.find, keys) if slot is not None]
 
-    def _num_allowed(self, part: _Part, own: _Part) -> int:
-        """How many chunks may be taken there."""
-        num_chunks = len(self._policies[part])
-        if part is None or part == own:
-            return num_chunks
-        return min(num_chunks, self._book.spare_bytes(part) // self._slot_bytes)
-
-    def _offer(self, part: _Part, num_slots: int, chosen: _Chosen) -> list[Slot]:
-        """The first so many that this policy would give up, without those that are chosen already."""
-        keys = dict.fromkeys(islice(self._surplus_of(part), num_slots))
-        if len(keys) < num_slots:
-            keys |= dict.fromkeys(self._policies[part].victims(num_slots, self._is_ready))
-        slots = map(self._slots.find, islice(keys, num_slots))
-        return [slot for slot in slots if slot is not None and slot.number not in chosen]
-
-    def _surplus_of(self, part: _Part) -> Iterator[ChunkKey]:
+    def _surplus_of(self, part: Part) -> Iterator[ChunkKey]:
         for key in self._surplus:
-            slot = self._slots.find(key)
-            if slot is None or slot.meta is None or not self._is_ready(key):
-                continue
-            if self._part_of(slot.meta.tenant) == part:
+            meta = self._meta_of(key)
+            if meta is not None and self._is_ready(key) and self._policies.part_of(meta.tenant) == part:
                 yield key
+
+    def _meta_of(self, key: ChunkKey) -> ChunkMeta | None:
+        slot = self._slots.find(key)
+        return None if slot is None else slot.meta
 
     def _is_ready(self, key: ChunkKey) -> bool:
         slot = self._slots.find(key)
         return slot is not None and slot.registered and slot.state is SlotState.READY
-
-    def _part_of(self, tenant: TenantId) -> _Part:
-        return tenant if self._book.is_apart(tenant) else None
 
     def _open(self, request_id: RequestId, num_chunks: int, num_cached: int, now_ns: int) -> Prompt:
         self._num_prompts += 1
@@ -186,7 +123,7 @@ class Evictor:
             self._prompts.popitem(last=False)
         return prompt
 
-    def _rank(self, offer: tuple[Slot, _Part]) -> tuple[bool, int]:
+    def _rank(self, key: ChunkKey) -> tuple[int, int]:
         """Between policies: what is surplus first, then what is unused for longest."""
-        slot = offer[0]
-        return slot.key not in self._surplus, slot.last_access_ns
+        slot = self._slots.find(key)
+        return key not in self._surplus, 0 if slot is None else slot.last_access_ns
