@@ -20,6 +20,7 @@ _NATS_CONFIG = """\
 server_name: halfmoon
 host: 127.0.0.1
 port: {port}
+http: "127.0.0.1:-1"
 ports_file_dir: {ports_dir}
 max_payload: {max_payload}
 jetstream {{
