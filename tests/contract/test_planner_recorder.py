@@ -78,6 +78,8 @@ async def test_each_request_is_written_once(nats_buses: BusMaker) -> None:
     await recorder.open()
     await announce(bus, subjects.heartbeat(WORKER_BEAT.worker), WORKER_BEAT)
     first, second = decode_half("r1"), decode_half("r2", tenant="other")
+    # It came before the recording began, and waited.
+    second = msgspec.structs.replace(second, service_class="batch", waited_s=1000.0)
     await send(bus, first)
     await send(bus, first, "d.2")  # refused by the first worker, offered to another
     await end(bus, first, Role.PREFILL)
@@ -99,6 +101,8 @@ async def test_each_request_is_written_once(nats_buses: BusMaker) -> None:
     assert len(requests[0].blocks) == 3
     assert not set(requests[0].blocks) & set(requests[1].blocks)
     assert requests[0].tenant != requests[1].tenant
+    assert [each.service_class for each in requests] == [None, "batch"]
+    assert requests[1].at_ms == 0
     models = [line for line in lines if isinstance(line, ModelLine)]
     assert {(model.name, model.kv_bytes_per_token) for model in models} == {(CARD.name, CARD.kv_bytes_per_token)}
     last = lines[-1]

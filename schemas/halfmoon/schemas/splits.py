@@ -71,6 +71,8 @@ class DecodeHalf(Message, frozen=True, tag="split.decode.v1"):
     """Of the request: every conductor counts what each class and tenant is served. None: `interactive`."""
     begins_in_s: float | None = None
     """When its first token is expected, from now: every conductor foresees the load of the decode workers."""
+    waited_s: float = 0.0
+    """Since the request arrived at its conductor."""
     attempt: int = 1
     """A half of a known transfer with a higher attempt names another prefill worker for it; nothing else changes."""
     priority: int = 0

@@ -20,7 +20,7 @@ from halfmoon.conductor.flights import Flights
 from halfmoon.conductor.instruments import Instruments
 from halfmoon.conductor.members import Members
 from halfmoon.conductor.planning import Decision
-from halfmoon.conductor.requests import OpenRequest, class_of
+from halfmoon.conductor.requests import OpenRequest
 from halfmoon.conductor.state import RequestEvent
 from halfmoon.scheduling.admission import max_tokens
 from halfmoon.scheduling.contract import DecodeChoice, PrefillChoice
@@ -245,8 +245,9 @@ class Dispatcher:
             cached_tokens=self._flights.cached_tokens(request.request_id),
             num_hot=choice.num_hot,
             attempt=request.attempt,
-            service_class=class_of(body),
+            service_class=body.service_class,
             begins_in_s=first_token_s(decision.plan, choice),
+            waited_s=time.monotonic() - request.arrived_s,
             priority=request.priority,
             deadline_ns=request.submission.deadline_ns,
         )

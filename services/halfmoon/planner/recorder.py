@@ -107,9 +107,10 @@ class Recorder:
         if not isinstance(half, DecodeHalf) or half.request_id in self._open or half.request_id in self._ended:
             return
         self._open[half.request_id] = RequestLine(
-            at_ms=self.elapsed_ms,
+            at_ms=max(0, self.elapsed_ms - round(1000 * half.waited_s)),
             model=half.model,
             tenant=self._hasher.name(half.tenant),
+            service_class=half.service_class,
             prompt_tokens=len(half.tokens),
             blocks=self._hasher.blocks(half.root, half.tokens),
         )

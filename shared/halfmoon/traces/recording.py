@@ -50,7 +50,7 @@ class RequestLine(Line, frozen=True, tag="request"):
     """One request, however often it was placed. Written when it has ended, so lines aren't sorted by `at_ms`."""
 
     at_ms: int
-    """When it was first placed, since the recording's begin."""
+    """When it arrived at a conductor, since the recording's begin. What was refused isn't recorded."""
     model: str
     tenant: str
     """Hashed with the recording's key."""
@@ -59,6 +59,8 @@ class RequestLine(Line, frozen=True, tag="request"):
     """None: it hadn't ended when the recording did."""
     blocks: tuple[int, ...] = ()
     """Of the prompt's whole blocks."""
+    service_class: str | None = None
+    """Absent where the request named none: `interactive`."""
 
 
 class EndLine(Line, frozen=True, tag="end"):
