@@ -10,7 +10,7 @@ K = TypeVar("K", bound=Hashable)
 MAX_MODELS = 20_000
 OWN_SPREAD = 0.5
 """How far one may well be off its like, as a share."""
-LIKE_WEIGHT = 0.5
+LIKE_WEIGHT = 0.05
 """In samples: so much is its like believed against what it shows itself."""
 
 
@@ -48,6 +48,6 @@ class Ladder(Generic[K]):
 def _like(general: Regression) -> Regression:
     """A model of its own that begins where the general one stands."""
     coefficients = general.coefficients
-    largest = max(coefficients)
-    spread = [OWN_SPREAD * max(each, 1e-9 * largest, 1e-15) for each in coefficients]
+    # A coefficient that is 0 there may be any here.
+    spread = [OWN_SPREAD * each or first for each, first in zip(coefficients, general.spread, strict=True)]
     return Regression(coefficients, spread, prior_weight=LIKE_WEIGHT)

@@ -32,9 +32,10 @@ _MIN_SCALE = 0.02
 class Regression:
     """One fitted model."""
 
-    def __init__(self, prior: Sequence[float], spread: Sequence[float], *, prior_weight: float = 0.01) -> None:
+    def __init__(self, prior: Sequence[float], spread: Sequence[float], *, prior_weight: float = 1e-3) -> None:
         """`prior`: coefficients before there is data; `spread`: how far each may well be off, above 0;
         `prior_weight`: in samples."""
+        self.spread = tuple(spread)
         self._prior_weights = [prior_weight / (each * each) for each in spread]
         self._prior = tuple(prior)
         size = len(prior)
@@ -59,7 +60,7 @@ class Regression:
         error = min(abs(seconds - predicted) / seconds, MAX_ERROR)
         self.error = error if not self.num_samples else self.error + ERROR_WEIGHT * (error - self.error)
         bound = HUBER_K * self._scale
-        weight = (1.0 if residual <= bound else bound / residual) / (predicted * seconds)
+        weight = (1.0 if residual <= bound else bound / residual) / (max(predicted, seconds) * seconds)
         grows = 1 + _SCALE_STEP if residual > self._scale else 1 - _SCALE_STEP
         self._scale = max(_MIN_SCALE, self._scale * grows)
         for i, one in enumerate(features):

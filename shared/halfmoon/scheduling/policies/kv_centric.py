@@ -130,9 +130,15 @@ class _Prefilling:
         if not without:
             return None
         idle_s, destination = min(without)
-        if idle_s + prefix.pull_to(destination).total_s >= queue_s:
-            return None
+        saved_s = self._compute_s(first.worker, prefix.on(destination).num_leading) - self._compute_s(
+            first.worker, num_best
+        )
+        if idle_s >= queue_s or prefix.pull_to(destination).total_s >= saved_s:
+            return None  # There computing it would bring the copy sooner.
         return Replication(source=first.worker.node, destination=destination, num_chunks=num_best)
+
+    def _compute_s(self, worker: WorkerLoad, num_chunks: int) -> float:
+        return self._estimates.prefill_s(worker, self._ask.num_tokens, self._tokens(num_chunks))
 
     def _tokens(self, num_chunks: int) -> int:
         return min(num_chunks * self._card.chunk_tokens, self._ask.num_tokens)
