@@ -41,10 +41,9 @@ class Batch:
     def steps_until(self, elapsed_s: float) -> int:
         """The least number of steps that take so long, at least one."""
         first, growth = self._first_and_growth()
-        if growth <= 0:
-            return max(1, math.ceil(elapsed_s / first - 1e-9))
         linear = first - growth / 2
-        steps = (math.sqrt(linear * linear + 2 * growth * elapsed_s) - linear) / growth
+        # The root of a quadratic, written so that it also holds where steps don't grow.
+        steps = 2 * elapsed_s / (linear + math.sqrt(linear * linear + 2 * growth * elapsed_s))
         return max(1, math.ceil(steps - 1e-9))
 
     def pass_steps(self, num_steps: int) -> list[SimRequest]:

@@ -1,7 +1,7 @@
 """The pool of one simulated node: which chunks it holds, under the same eviction policies as a kv-tier."""
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from halfmoon.eviction import ChunkFacts, EvictionPolicy, PolicyName, Prompt, make_policy
 from halfmoon.schemas.chunks import ChunkEvent, ChunkEvicted, ChunkMeta, ChunkRegistered, EvictReason
@@ -30,6 +30,13 @@ class NodeCache:
 
     def __len__(self) -> int:
         return len(self._held)
+
+    def __iter__(self) -> Iterator[ChunkKey]:
+        return iter(self._held)
+
+    @property
+    def num_pinned(self) -> int:
+        return len(self._pins)
 
     def num_leading(self, keys: Sequence[ChunkKey]) -> int:
         held = self._held

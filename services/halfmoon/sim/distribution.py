@@ -31,6 +31,11 @@ class Distribution:
             self._fold()
 
     @property
+    def weight(self) -> float:
+        """Of all values."""
+        return self._weight
+
+    @property
     def mean(self) -> float | None:
         return self._sum / self._weight if self._weight else None
 

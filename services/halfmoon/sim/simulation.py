@@ -54,7 +54,7 @@ class Simulation:
         self._lagging: deque[tuple[float, ChunkEvent]] = deque()
         self.cluster = SimCluster(options, machine, chunk_tokens, self.clock, self.tally, self._tell, self)
         cluster = self.cluster
-        self._index = ChunkIndex.of((), cluster.nodes)
+        self.index = ChunkIndex.of((), cluster.nodes)
         queues: dict[WorkerId, Queue] = {**cluster.prefills, **cluster.colocated}
         self._queues = queues
         estimates = SimEstimates(machine.timing, queues, cluster.network, self.clock)
@@ -94,7 +94,7 @@ class Simulation:
         self.tally.num_requests += 1
         request.request_id = RequestId(f"{self.options.seed}-{request.request_id}")
         self._hear()
-        match = self._index.match(request.keys, self.cluster.nodes)
+        match = self.index.match(request.keys, self.cluster.nodes)
         ask = Ask(
             request_id=request.request_id,
             num_tokens=request.num_tokens,
@@ -172,15 +172,20 @@ class Simulation:
     def _tell(self, event: ChunkEvent) -> None:
         self._lagging.append((self.clock.now_s + self.options.index_lag_s, event))
 
+    def hear_all(self) -> None:
+        """The index takes in what is still on its way."""
+        while self._lagging:
+            self.index.apply(self._lagging.popleft()[1])
+
     def _hear(self) -> None:
         """The index takes in what has had its time to come."""
         while self._lagging and self._lagging[0][0] <= self.clock.now_s:
-            self._index.apply(self._lagging.popleft()[1])
+            self.index.apply(self._lagging.popleft()[1])
 
     def _join(self) -> None:
         instance: PrefillInstance = self.cluster.add_prefill()
         self._queues[instance.worker] = instance
-        self._index.apply(NodeCleared(node=instance.node, epoch=EPOCH))
+        self.index.apply(NodeCleared(node=instance.node, epoch=EPOCH))
 
     def _sample(self) -> None:
         """As long as something is still to happen."""
