@@ -10,6 +10,7 @@ import typer
 from rich.console import Console
 
 from halfmoon.cli.advise import advise_app, record
+from halfmoon.cli.cache import cache_app
 from halfmoon.cli.sim import sim_app
 from halfmoon.config import CommonConfig, ConfigError, load_config
 
@@ -24,6 +25,7 @@ app = typer.Typer(
 model_app = typer.Typer(help="Get and inspect models.", no_args_is_help=True)
 app.add_typer(model_app, name="model")
 app.add_typer(advise_app, name="advise")
+app.add_typer(cache_app, name="cache")
 app.add_typer(sim_app, name="sim")
 app.command()(record)
 
