@@ -41,6 +41,8 @@ def in_order(key: ChunkKey, nodes: Iterable[NodeId], labels: Labels) -> list[Nod
     Equals come by rendezvous hashing (Thaler and Ravishankar, 1998): the same order everywhere, another for each key.
     """
     left = sorted(nodes, key=lambda node: lot(key, node))
+    if not any(labels.get(node) for node in left):
+        return left
     ordered: list[NodeId] = []
     while left:
         best = min(left, key=lambda node: nearness(node, ordered, labels))

@@ -8,7 +8,10 @@ from typing import Final
 from halfmoon.schemas.ids import ChunkKey
 
 MAX_CHUNKS: Final = 65_536
-"""About 15 MB. Beyond it, those that were asked for longest ago are forgotten."""
+"""About 12 MB. Beyond it, those that were asked for longest ago are forgotten."""
+
+_MAX_HALF_LIVES: Final = 200
+"""Then all counts are brought down to size."""
 
 
 class Demand:
@@ -21,29 +24,43 @@ class Demand:
     def __init__(self, half_life_s: float, max_chunks: int = MAX_CHUNKS) -> None:
         self._half_life_s = half_life_s
         self._max_chunks = max_chunks
-        self._counts: OrderedDict[ChunkKey, tuple[float, float]] = OrderedDict()
-        """Uses, and when they were that many; the longest unused first."""
+        self._counts: OrderedDict[ChunkKey, float] = OrderedDict()
+        """By forward decay (Cormode et al., 2009): not the old uses shrink, but new ones weigh more. The longest
+        unused first."""
+        self._origin_s = 0.0
+        """When a use weighed 1."""
+        self._latest_s = 0.0
 
     def __len__(self) -> int:
         return len(self._counts)
 
     def use(self, keys: Sequence[ChunkKey], now_s: float, weight: float = 1.0) -> list[float]:
         """Count one use of each; their counts now."""
-        counts: list[float] = []
+        scale = self._scale(now_s)
+        counts = self._counts
+        grown: list[float] = []
         # From the last to the first: where there are too many, a prefix outlives what follows it.
         for key in reversed(keys):
-            count = self.uses(key, now_s) + weight
-            self._counts[key] = (count, now_s)
-            self._counts.move_to_end(key)
-            counts.append(count)
-        while len(self._counts) > self._max_chunks:
-            self._counts.popitem(last=False)
-        counts.reverse()
-        return counts
+            count = counts.pop(key, 0.0) + weight * scale
+            counts[key] = count
+            grown.append(count / scale)
+        while len(counts) > self._max_chunks:
+            counts.popitem(last=False)
+        grown.reverse()
+        return grown
 
     def uses(self, key: ChunkKey, now_s: float) -> float:
-        known = self._counts.get(key)
-        if known is None:
-            return 0.0
-        count, at_s = known
-        return count * math.exp2((at_s - max(at_s, now_s)) / self._half_life_s)
+        count = self._counts.get(key)
+        return 0.0 if count is None else count / self._scale(now_s)
+
+    def _scale(self, now_s: float) -> float:
+        """What a use weighs now; a clock that goes back stands still."""
+        self._latest_s = max(self._latest_s, now_s)
+        half_lives = (self._latest_s - self._origin_s) / self._half_life_s
+        if half_lives > _MAX_HALF_LIVES:
+            shrink = math.exp2(-half_lives)
+            for key in self._counts:
+                self._counts[key] *= shrink
+            self._origin_s = self._latest_s
+            return 1.0
+        return math.exp2(half_lives)

@@ -101,7 +101,7 @@ class ReplicaPlanner:
     def used(self, run: Run, now_s: float, weight: float = 1.0) -> None:
         """A prompt was placed that found this run in the pools. `weight`: prompts that this one stands for."""
         uses = self.demand.use(run.keys, now_s, weight)
-        num_hot = sum(wanted_copies(each, self.limits) > 1 for each in uses)
+        num_hot = next((at for at, each in enumerate(uses) if wanted_copies(each, self.limits) == 1), len(uses))
         if num_hot:
             hot = Run(run.keys[:num_hot], run.num_tokens, run.num_bytes)
             self._hot[hot.keys[-1]] = hot
