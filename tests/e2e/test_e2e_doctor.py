@@ -18,9 +18,9 @@ pytestmark = pytest.mark.timeout(150)
 SIM = ("--engine=sim", "--arena-mib=16", "--chunk-tokens=64")
 
 
-@pytest.fixture(params=["auto", "tcp"])
-def system(request: pytest.FixtureRequest, model: Path, tmp_path: Path) -> Iterator[System]:
-    system = System.start(tmp_path / "data", model, *SIM, f"--transport={request.param}")
+@pytest.fixture(scope="module", params=["tcp", "auto"])
+def system(request: pytest.FixtureRequest, model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[System]:
+    system = System.start(tmp_path_factory.mktemp("doctor"), model, *SIM, f"--transport={request.param}")
     yield system
     system.stop()
 
@@ -65,8 +65,8 @@ def test_a_well_cluster_is_said_to_be_well_with_figures_for_each_pair(system: Sy
     assert "Traceback" not in shown.stderr
 
 
-def test_a_node_that_nobody_can_read_from_is_found(model: Path, tmp_path: Path) -> None:
-    system = System.start(tmp_path / "data", model, *SIM)
+@pytest.mark.parametrize("system", ["auto"], indirect=True)
+def test_a_node_that_nobody_can_read_from_is_found(system: System, tmp_path: Path) -> None:
     shm_dir = tmp_path / "shm"
     shm_dir.mkdir()
     # Its cluster secret is another one, and so is its host: there is no way, in either direction.
@@ -86,7 +86,6 @@ def test_a_node_that_nobody_can_read_from_is_found(model: Path, tmp_path: Path) 
         assert "no way to read" in shown.stdout
     finally:
         stranger.close()
-        system.stop()
 
 
 def test_without_a_broker_it_says_how_to_name_one(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """`halfmoon up` as a person uses it: comes up, says so, survives a death, and leaves nothing behind."""
 
 import asyncio
+import json
 import os
 import signal
 import socket
@@ -19,6 +20,7 @@ from halfmoon.bus.nats import NatsBus, NatsSettings
 from halfmoon.schemas import subjects
 from halfmoon.schemas.ids import NodeId
 from halfmoon.schemas.kv_tier import PoolStats, Stats
+from support.faults import Faults, processes_of
 from support.system import System, clean_environ, free_port
 from support.wait import until_blocking
 
@@ -36,9 +38,44 @@ def system(model: Path, tmp_path: Path) -> Iterator[System]:
     system.stop()
 
 
+@pytest.fixture(scope="module")
+def lasting(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[System]:
+    """For all tests that leave it as well as they found it."""
+    system = System.start(tmp_path_factory.mktemp("up"), model, *SIM)
+    yield system
+    # Nothing is left that a drain would wait for, up to its 30 s.
+    until_blocking(lambda: is_idle(system), 15, what="all leases are given back")
+    started = time.monotonic()
+    assert system.stop() == 0
+    assert time.monotonic() - started < 20
+
+
 def ask(system: System, prompt: str = "One, two,", max_tokens: int = 3) -> httpx.Response:
     body = {"model": MODEL, "prompt": prompt, "max_tokens": max_tokens, "temperature": 0}
     return httpx.post(f"{system.url}/v1/completions", json=body, timeout=40)
+
+
+def is_ready(system: System) -> bool:
+    try:
+        return httpx.get(f"{system.url}/ready", timeout=5).status_code == 200
+    except httpx.TransportError:
+        return False
+
+
+def until_answered(system: System, prompt: str) -> httpx.Response:
+    """The first answer that is none of what a system may say while it recovers."""
+    answers: list[httpx.Response] = []
+
+    def is_answered() -> bool:
+        try:
+            answers.append(ask(system, prompt))
+        except httpx.TransportError:  # the gateway itself is away
+            return False
+        assert answers[-1].status_code in (200, 429, 502, 503, 504), answers[-1].text
+        return answers[-1].status_code == 200
+
+    until_blocking(is_answered, 60, what="an answer")
+    return answers[-1]
 
 
 def is_alive(pid: int) -> bool:
@@ -69,7 +106,8 @@ def test_a_stop_leaves_no_process_and_no_memory(system: System, number: signal.S
     assert system.text.rstrip().endswith("stopped")
 
 
-def test_the_table_and_the_curl_are_true(system: System) -> None:
+def test_the_table_and_the_curl_are_true(lasting: System) -> None:
+    system = lasting
     until_blocking(lambda: any(line.startswith("curl ") for line in system.output), what="the curl follows `ready`")
     [line] = [line for line in system.output if line.startswith("curl ")]
     done = subprocess.run(["bash", "-c", f"{line.strip()} -s"], capture_output=True, text=True, timeout=40)
@@ -123,44 +161,47 @@ def is_idle(system: System) -> bool:
 @pytest.mark.parametrize(
     "name", ["prefill-1", "decode-1", "kv-tier-node-a", "conductor", "registry", "gateway", "nats", "etcd"]
 )
-def test_what_is_killed_comes_back_and_the_next_answer_is_right(system: System, name: str) -> None:
+def test_what_is_killed_comes_back_and_the_next_answer_is_right(lasting: System, name: str) -> None:
+    system = lasting
     prompt = "moon " * 100
-    before = ask(system, prompt)
-    os.kill(system.pid(name), signal.SIGKILL)
-    until_blocking(lambda: f"{name} (pid" in system.text, 10, what="the death is told")
-
-    def answers() -> bool:
-        try:
-            return ask(system, prompt).status_code == 200
-        except httpx.TransportError:
-            return False
-
-    until_blocking(answers, 60, what=f"answers after the death of {name}")
-    after = ask(system, prompt)
-    assert after.status_code == 200, after.text
+    before = until_answered(system, prompt)
+    os.kill(processes_of(system)[name], signal.SIGKILL)
+    until_blocking(lambda: f"{name} (pid" in system.text, 20, what="the death is told")
+    after = until_answered(system, prompt)
     assert after.json()["choices"] == before.json()["choices"]
+    until_blocking(lambda: is_ready(system), 60, what=f"{name} is back")
+    again = until_answered(system, prompt)
+    assert again.json()["choices"] == before.json()["choices"]
     until_blocking(lambda: is_idle(system), 15, what="all leases are given back")
-    # Nothing is left that a drain would wait for, up to its 30 s.
-    started = time.monotonic()
-    assert system.stop() == 0
-    assert time.monotonic() - started < 20
 
 
-def test_without_prefill_workers_a_request_is_refused_at_once(model: Path, tmp_path: Path) -> None:
-    system = System.start(tmp_path / "data", model, *SIM)
-    try:
-        # Stopped, not killed: nobody starts it again, and its heartbeats cease.
-        pid = system.pid("prefill-1")
-        os.kill(pid, signal.SIGSTOP)
-        until_blocking(lambda: httpx.get(f"{system.url}/ready", timeout=5).status_code == 503, 20)
-        answer = ask(system, "moon " * 100)
+def test_without_prefill_workers_a_request_is_refused_at_once(lasting: System) -> None:
+    until_blocking(lambda: is_ready(lasting), 30)
+    # Stopped, not killed: nobody starts it again, and its heartbeats cease.
+    with Faults(lasting).standing_still("prefill-1"):
+        until_blocking(lambda: not is_ready(lasting), 20)
+        answer = ask(lasting, "moon " * 100)
         assert answer.status_code == 503
         assert "prefill" in answer.json()["error"]["message"]
-        os.kill(pid, signal.SIGCONT)
-        until_blocking(lambda: httpx.get(f"{system.url}/ready", timeout=5).status_code == 200, 30)
-        assert ask(system, "moon " * 100).status_code == 200
-    finally:
-        system.stop()
+    until_blocking(lambda: is_ready(lasting), 30)
+    assert ask(lasting, "moon " * 100).status_code == 200
+
+
+def test_decode_lost_in_mid_stream_is_an_error_event_and_no_finish(lasting: System) -> None:
+    body = {"model": MODEL, "prompt": "One, two,", "max_tokens": 100, "stream": True}
+    with httpx.stream("POST", f"{lasting.url}/v1/completions", json=body, timeout=40) as answer:
+        events = (line.removeprefix("data: ") for line in answer.iter_lines() if line.startswith("data: "))
+        first = next(events)
+        # Nobody else generates, and it isn't started again: its heartbeats cease.
+        with Faults(lasting).standing_still("decode-1"):
+            *others, last = events
+    error = json.loads(last)["error"]
+    assert (error["code"], error["type"]) == ("worker_lost", "server_error")
+    assert [json.loads(event)["choices"][0]["finish_reason"] for event in (first, *others)] == [None] * (
+        1 + len(others)
+    )
+    until_blocking(lambda: is_ready(lasting), 30)
+    assert ask(lasting).status_code == 200
 
 
 def test_colocated_workers_answer_and_reuse(model: Path, tmp_path: Path) -> None:
@@ -194,8 +235,8 @@ def test_a_port_in_use_is_named(model: Path, tmp_path: Path) -> None:
     assert "Traceback" not in done.stdout + done.stderr
 
 
-def test_a_data_folder_in_use_is_named(system: System, model: Path) -> None:
-    done = up(f"--port={free_port()}", f"--model={model}", f"--data-dir={system.data_dir}", *SIM)
+def test_a_data_folder_in_use_is_named(lasting: System, model: Path) -> None:
+    done = up(f"--port={free_port()}", f"--model={model}", f"--data-dir={lasting.data_dir}", *SIM)
     assert done.returncode == 1
     assert "another `halfmoon up` runs in" in done.stdout
 
