@@ -5,6 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from halfmoon.eviction import PolicyName, make_policy
+from halfmoon.kv_tier.quotas import Quotas, TenantQuotas, TierBook, TierQuota
 from halfmoon.kv_tier.reuse import (
     Admission,
     Burst,
@@ -18,7 +19,7 @@ from halfmoon.kv_tier.ssd_book import SsdBook, in_order_of_use
 from halfmoon.kv_tier.ssd_breaker import Breaker
 from halfmoon.kv_tier.ssd_file import FileBody, file_bytes
 from halfmoon.schemas.chunks import ChunkMeta, Tier
-from halfmoon.schemas.ids import ChunkKey, RequestId
+from halfmoon.schemas.ids import ChunkKey, RequestId, TenantId
 from support.pool_nodes import key_of
 
 S = 1_000_000_000
@@ -26,7 +27,7 @@ R1, R2, R3 = RequestId("r1"), RequestId("r2"), RequestId("r3")
 CHUNK = file_bytes(1000)
 
 
-def body(name: str, num_bytes: int = 1000, index: int = 0, used_ns: int = 0) -> FileBody:
+def body(name: str, num_bytes: int = 1000, index: int = 0, used_ns: int = 0, tenant: str = "default") -> FileBody:
     meta = ChunkMeta(
         key=key_of(name),
         index=index,
@@ -36,12 +37,15 @@ def body(name: str, num_bytes: int = 1000, index: int = 0, used_ns: int = 0) -> 
         request_id=R1,
         created_ns=1,
         last_access_ns=used_ns,
+        tenant=TenantId(tenant),
     )
     return FileBody(meta=meta)
 
 
-def book(num_chunks: int) -> SsdBook:
-    return SsdBook(make_policy(PolicyName.LRU, num_chunks, ChunkKey), num_chunks * CHUNK)
+def book(num_chunks: int, quotas: Quotas | None = None) -> SsdBook:
+    limit_bytes = num_chunks * CHUNK
+    tenants = TierBook(Tier.SSD, limit_bytes, quotas or {})
+    return SsdBook(lambda: make_policy(PolicyName.LRU, num_chunks, ChunkKey), limit_bytes, tenants)
 
 
 def names(keys: list[ChunkKey]) -> list[str]:
@@ -53,6 +57,7 @@ def test_a_full_book_names_the_longest_unused_and_never_those_kept() -> None:
     full = book(3)
     for name in "abc":
         chunk = full.add(body(name), 1)
+        assert chunk is not None
         assert (chunk.meta.tier, chunk.num_bytes) == (Tier.SSD, CHUNK)
     assert full.victims(0) == []
     assert names(full.victims(CHUNK)) == ["a"]
@@ -64,6 +69,37 @@ def test_a_full_book_names_the_longest_unused_and_never_those_kept() -> None:
     full.limit_bytes = CHUNK
     assert names(full.victims(0)) == ["c", "a"]
     full.check_integrity()
+
+
+def test_a_tenant_at_its_quota_gives_up_its_own() -> None:
+    some = book(
+        6, {"small": TenantQuotas(ssd=TierQuota(max_bytes=2000)), "none": TenantQuotas(ssd=TierQuota(max_bytes=0))}
+    )
+    for at, name in enumerate("ab"):
+        some.add(body(name, tenant="small"), at)
+    some.add(body("c"), 2)
+    assert names(some.own_victims(body("d", tenant="small").meta) or []) == ["a"]
+    assert some.add(body("d", tenant="small"), 3) is None, "unless that has gone"
+    assert some.own_victims(body("d").meta) == []
+    assert some.own_victims(body("d", tenant="none").meta) is None
+    assert some.remove(key_of("a"), evicted=True) is not None
+    assert some.add(body("d", tenant="small"), 3) is not None
+    some.check_integrity()
+
+
+def test_what_lies_within_a_reserve_goes_for_nobody_else() -> None:
+    some = book(4, {"kept": TenantQuotas(ssd=TierQuota(reserve_bytes=2000))})
+    for at, (name, tenant) in enumerate([("a", "kept"), ("b", "kept"), ("c", "kept"), ("d", "noisy")]):
+        some.add(body(name, tenant=tenant), at)
+    noisy, kept = TenantId("noisy"), TenantId("kept")
+    assert names(some.victims(CHUNK, noisy)) == ["a"], "the longest unused, above its tenant's reserve"
+    assert names(some.victims(3 * CHUNK, noisy)) == ["a", "d"], "the rest is reserved"
+    assert names(some.victims(CHUNK, kept)) == ["a"], "above its reserve, it is one among all"
+    some.remove(key_of("a"), evicted=True)
+    some.remove(key_of("b"), evicted=True)
+    some.limit_bytes = 2 * CHUNK
+    assert names(some.victims(CHUNK, kept)) == ["d"], "below its reserve, it takes the place of others first"
+    some.check_integrity()
 
 
 def test_a_chunk_given_up_while_it_is_written_never_counts() -> None:

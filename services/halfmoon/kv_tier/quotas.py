@@ -128,6 +128,11 @@ class TierBook:
     def held(self) -> Iterator[tuple[TenantId, ModelName, Held]]:
         return ((tenant, model, held) for (tenant, model), held in list(self._held.items()))
 
+    def left_bytes(self, tenant: TenantId) -> int | None:
+        """What the tenant may still have registered; None where it has no quota."""
+        most_bytes = self._quota(tenant).most(self.capacity_bytes)
+        return None if most_bytes is None else most_bytes - self.used_bytes(tenant)
+
     def num_excess(self, tenant: TenantId, num_chunks: int, chunk_bytes: int) -> int:
         """Of so many new chunks, how many are beyond the tenant's quota."""
         most_bytes = self._quota(tenant).most(self.capacity_bytes)

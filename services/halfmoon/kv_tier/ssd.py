@@ -17,12 +17,14 @@ from typing import Any, TypeVar
 
 import structlog
 
-from halfmoon.kv_tier.ssd_book import Policy, SsdBook, SsdChunk, in_order_of_use
+from halfmoon.kv_tier.quotas import TierBook
+from halfmoon.kv_tier.ssd_book import SsdBook, SsdChunk, in_order_of_use
 from halfmoon.kv_tier.ssd_breaker import Breaker
 from halfmoon.kv_tier.ssd_directory import SsdDirectory
 from halfmoon.kv_tier.ssd_file import BadFile, FileBody
+from halfmoon.kv_tier.tenant_policies import Policy
 from halfmoon.schemas.chunks import ChunkMeta, EvictReason
-from halfmoon.schemas.ids import ChunkKey
+from halfmoon.schemas.ids import ChunkKey, TenantId
 
 R = TypeVar("R")
 
@@ -62,7 +64,8 @@ class SsdStore:
     def __init__(
         self,
         directory: SsdDirectory,
-        policy: Policy,
+        make_policy: Callable[[], Policy],
+        quotas: TierBook,
         limit_bytes: int,
         log: structlog.stdlib.BoundLogger,
         *,
@@ -72,7 +75,7 @@ class SsdStore:
         """`threads` read at once, and half as many write."""
         self.directory = directory
         self.limit_bytes = limit_bytes
-        self.book = SsdBook(policy, limit_bytes)
+        self.book = SsdBook(make_policy, limit_bytes, quotas)
         self.counters = SsdCounters()
         self.write_breaker = Breaker()
         self.read_breaker = Breaker(tolerance=_READ_FAILURES_TOLERATED)
@@ -92,10 +95,13 @@ class SsdStore:
         """Take in what an earlier life left, by headers alone; those chunks. Raises OSError."""
         scan = await self._run(self._readers, self.directory.scan, max_age_s, self._log)
         for body in in_order_of_use(scan.found):
-            self.book.add(body, self._clock_ns())
+            self._forget(self.book.own_victims(body.meta) or (), EvictReason.CAPACITY)
+            if self.book.add(body, self._clock_ns()) is None:
+                self._unlink([body.meta.key])
         self.counters.removed.update(scan.removed)
         self.counters.errors += scan.num_unreadable
-        self._forget(self.book.victims(0), EvictReason.CAPACITY)
+        while excess := self.book.victims(0):
+            self._forget(excess, EvictReason.CAPACITY)
         await self.settled()
         return list(self.book.metas())
 
@@ -153,10 +159,14 @@ class SsdStore:
             return True
         if not self.can_write or self.book.is_coming(key) or key in self._removing:
             return False
+        own = self.book.own_victims(meta)
+        if own is None:
+            return False
+        self._forget(own, EvictReason.CAPACITY)
         self.book.begin(meta)
         body = FileBody(meta=meta, traceparent=traceparent)
         try:
-            if not await self._make_room():
+            if not await self._make_room(meta.tenant):
                 return False
             await self._run(self._writers, self.directory.write, body, padded)
         except OSError as error:
@@ -225,12 +235,12 @@ class SsdStore:
     def check_integrity(self) -> None:
         self.book.check_integrity()
 
-    async def _make_room(self) -> bool:
+    async def _make_room(self, tenant: TenantId) -> bool:
         """Evict so that what the book expects fits; False where too little may go. Raises OSError where the disk is
         full of other things."""
         free_bytes = await self._run(self._writers, self.directory.free_bytes)
         self.book.limit_bytes = min(self.limit_bytes, self.book.num_bytes + free_bytes)
-        removal = self._forget(self.book.victims(0), EvictReason.CAPACITY)
+        removal = self._forget(self.book.victims(0, tenant), EvictReason.CAPACITY)
         if removal is not None:
             await removal
         if self.book.num_bytes + self.book.num_bytes_coming <= self.book.limit_bytes:

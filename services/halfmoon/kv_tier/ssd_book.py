@@ -5,12 +5,12 @@ from dataclasses import dataclass
 
 import msgspec
 
-from halfmoon.eviction import ChunkFacts, EvictionPolicy, Prompt
-from halfmoon.kv_tier.ssd_file import FileBody, file_bytes
+from halfmoon.eviction import Prompt
+from halfmoon.kv_tier.quotas import TierBook
+from halfmoon.kv_tier.ssd_file import HEADER_BYTES, FileBody, file_bytes
+from halfmoon.kv_tier.tenant_policies import Policy, TenantPolicies
 from halfmoon.schemas.chunks import ChunkMeta, Tier
-from halfmoon.schemas.ids import ChunkKey
-
-Policy = EvictionPolicy[ChunkKey]
+from halfmoon.schemas.ids import ChunkKey, TenantId
 
 
 @dataclass(slots=True)
@@ -20,6 +20,7 @@ class SsdChunk:
     meta: ChunkMeta
     """With `tier` SSD, as it is announced."""
     traceparent: str | None
+    used_ns: int
     read_at: int | None = None
     """When it was last read from the SSD, in chunks that the pool had taken in; see `reuse`."""
 
@@ -33,8 +34,16 @@ class SsdBook:
     """`num_bytes` of whole files and `num_bytes_coming` of files being written; together at most `limit_bytes`, once
     the victims are gone that the caller was named."""
 
-    def __init__(self, policy: Policy, limit_bytes: int) -> None:
-        self._policy = policy
+    def __init__(self, make_policy: Callable[[], Policy], limit_bytes: int, quotas: TierBook) -> None:
+        """`quotas` counts the payloads here, by tenant, and says what each may have."""
+        self.quotas = quotas
+        self._policies = TenantPolicies(
+            make_policy,
+            quotas,
+            find=self._meta_of,
+            is_evictable=lambda key: not self.is_kept(self._chunks[key].meta),
+            rank=lambda key: (self._chunks[key].used_ns,),
+        )
         self.limit_bytes = limit_bytes
         self.num_bytes = 0
         self._chunks: dict[ChunkKey, SsdChunk] = {}
@@ -81,13 +90,16 @@ class SsdBook:
             return None
         return self.add(body, now_ns)
 
-    def add(self, body: FileBody, now_ns: int) -> SsdChunk:
-        """A whole file is there. Raises ValueError where there was one."""
+    def add(self, body: FileBody, now_ns: int) -> SsdChunk | None:
+        """A whole file is there; None, and nothing changes, where that is beyond its tenant's quota. Raises ValueError
+        where there was one."""
         meta = msgspec.structs.replace(body.meta, tier=Tier.SSD)
         if meta.key in self._chunks:
             raise ValueError(f"chunk {meta.key.hex()} has a file already")
-        self._policy.insert(meta.key, ChunkFacts(meta.parent, meta.index), self._prompt(meta.index, now_ns))
-        chunk = self._chunks[meta.key] = SsdChunk(meta, body.traceparent)
+        if not self.quotas.admit(meta):
+            return None
+        self._policies.insert(meta, self._prompt(meta.index, now_ns))
+        chunk = self._chunks[meta.key] = SsdChunk(meta, body.traceparent, now_ns)
         self.num_bytes += chunk.num_bytes
         return chunk
 
@@ -97,43 +109,70 @@ class SsdBook:
         if here:
             prompt = self._prompt(len(here), now_ns, num_chunks)
             for key in here:
-                self._policy.access(key, prompt)
+                chunk = self._chunks[key]
+                chunk.used_ns = now_ns
+                self._policies.access(chunk.meta, prompt)
 
     def remove(self, key: ChunkKey, *, evicted: bool) -> SsdChunk | None:
         """Forget a chunk, and what is being written of it; what it was, or None where it has no whole file."""
         self.abandon(key)
-        chunk = self._chunks.pop(key, None)
+        chunk = self._chunks.get(key)
         if chunk is None:
             return None
-        self._policy.remove(key, evicted=evicted)
+        self._policies.remove(chunk.meta, evicted=evicted)
+        del self._chunks[key]
+        self.quotas.discharge(chunk.meta)
         self.num_bytes -= chunk.num_bytes
         return chunk
 
-    def victims(self, num_bytes: int) -> list[ChunkKey]:
-        """The chunks to remove so that `num_bytes` more fit, the first one first; fewer where no more may go."""
+    def own_victims(self, meta: ChunkMeta) -> list[ChunkKey] | None:
+        """The tenant's own chunks that must go so that this one is within its quota; None where it can't be."""
+        left_bytes = self.quotas.left_bytes(meta.tenant)
+        missing = 0 if left_bytes is None else meta.num_bytes - left_bytes
+        keys = self._enough(missing, _payload_bytes, lambda count: self._policies.own_victims(count, meta.tenant))
+        return None if sum(_payload_bytes(self._chunks[key]) for key in keys) < missing else keys
+
+    def victims(self, num_bytes: int, tenant: TenantId | None = None) -> list[ChunkKey]:
+        """The chunks to remove so that `num_bytes` more fit, for this tenant's new ones; fewer where no more may go."""
         excess = self.num_bytes + self.num_bytes_coming + num_bytes - self.limit_bytes
-        chosen: dict[ChunkKey, None] = {}
-        while excess > 0 and len(chosen) < len(self._chunks):
-            average = max(1, self.num_bytes // len(self._chunks))
-            more = self._policy.victims(-(-excess // average), lambda key: key not in chosen and self._may_go(key))
-            if not more:
-                break
-            for key in more:
-                if excess > 0:
-                    chosen[key] = None
-                    excess -= self._chunks[key].num_bytes
-        return list(chosen)
+        payload_bytes = max(1, self._average_bytes - HEADER_BYTES)
+        return self._enough(excess, _file_bytes, lambda count: self._policies.victims(count, payload_bytes, tenant))
+
+    def _enough(
+        self, num_bytes: int, size_of: Callable[[SsdChunk], int], victims: Callable[[int], list[ChunkKey]]
+    ) -> list[ChunkKey]:
+        """As many victims as it takes to free `num_bytes`, or all there are. `victims` names so many at most."""
+        if num_bytes <= 0:
+            return []
+        count = -(-num_bytes // self._average_bytes)
+        while True:
+            keys = victims(count)
+            freed = 0
+            for at, key in enumerate(keys):
+                freed += size_of(self._chunks[key])
+                if freed >= num_bytes:
+                    return keys[: at + 1]
+            if len(keys) < count:
+                return keys
+            count *= 2
+
+    @property
+    def _average_bytes(self) -> int:
+        """Of a file; 1 where there is none."""
+        return max(1, self.num_bytes // max(1, len(self._chunks)))
 
     def check_integrity(self) -> None:
         """Raises AssertionError where the book contradicts itself."""
         assert self.num_bytes == sum(chunk.num_bytes for chunk in self._chunks.values())
-        assert len(self._policy) == len(self._chunks)
+        assert len(self._policies) == len(self._chunks)
+        self.quotas.check(chunk.meta for chunk in self._chunks.values())
         assert not self._chunks.keys() & self._coming.keys()
         for key, chunk in self._chunks.items():
             assert (chunk.meta.key, chunk.meta.tier) == (key, Tier.SSD), chunk
 
-    def _may_go(self, key: ChunkKey) -> bool:
-        return not self.is_kept(self._chunks[key].meta)
+    def _meta_of(self, key: ChunkKey) -> ChunkMeta | None:
+        chunk = self._chunks.get(key)
+        return None if chunk is None else chunk.meta
 
     def _prompt(self, num_cached: int, now_ns: int, num_chunks: int | None = None) -> Prompt:
         self._num_prompts += 1
@@ -144,6 +183,14 @@ class SsdBook:
 def in_order_of_use(bodies: Iterable[FileBody]) -> list[FileBody]:
     """As a book is to be told of them after a restart: the longest unused first, a prompt's chunks in its order."""
     return sorted(bodies, key=lambda body: (body.meta.last_access_ns, body.meta.index))
+
+
+def _file_bytes(chunk: SsdChunk) -> int:
+    return chunk.num_bytes
+
+
+def _payload_bytes(chunk: SsdChunk) -> int:
+    return chunk.meta.num_bytes
 
 
 def _never(meta: ChunkMeta) -> bool:

@@ -10,6 +10,7 @@ from halfmoon.eviction import make_policy
 from halfmoon.kv_tier.config import KvTierConfig
 from halfmoon.kv_tier.demotion import Demoter
 from halfmoon.kv_tier.lower_tier import LowerTier
+from halfmoon.kv_tier.quotas import TierBook
 from halfmoon.kv_tier.reuse import ReuseMemory, Watermarks
 from halfmoon.kv_tier.ssd import SsdStore
 from halfmoon.kv_tier.ssd_directory import SsdDirectory
@@ -18,6 +19,7 @@ from halfmoon.kv_tier.ssd_metrics import SsdCollector
 from halfmoon.kv_tier.ssd_reads import SsdReader
 from halfmoon.kv_tier.store import ChunkStore
 from halfmoon.lifecycle.runtime import StartupError
+from halfmoon.schemas.chunks import Tier
 from halfmoon.schemas.ids import ChunkKey, NodeId, WorkerId
 from halfmoon.tracing import Tracer
 
@@ -54,10 +56,21 @@ async def open_ssd(
             f"ssd_bytes is {config.ssd_bytes}, less than one chunk's file of {file_bytes(slot_bytes)}: raise it, "
             "or set no ssd_dir"
         )
+    try:
+        quotas = TierBook(Tier.SSD, config.ssd_bytes, config.tenants)
+    except ValueError as error:
+        raise StartupError(str(error)) from None
     directory = await asyncio.to_thread(SsdDirectory, config.ssd_dir, slot_bytes)
     capacity = config.ssd_bytes // file_bytes(slot_bytes)
-    policy = make_policy(config.eviction_policy, capacity, ChunkKey)
-    ssd = SsdStore(directory, policy, config.ssd_bytes, log, threads=config.ssd_threads, clock_ns=store.clock_ns)
+    ssd = SsdStore(
+        directory,
+        lambda: make_policy(config.eviction_policy, capacity, ChunkKey),
+        quotas,
+        config.ssd_bytes,
+        log,
+        threads=config.ssd_threads,
+        clock_ns=store.clock_ns,
+    )
     undo.push_async_callback(ssd.close)
     try:
         found = await ssd.load(config.ssd_max_age_s)

@@ -89,6 +89,7 @@ class ChunkStore:
         """Use an SSD from now on; what lies on it already is announced."""
         self.lower = lower
         lower.ssd.on_gone = self._gone_from_ssd
+        self.accounts.books.append(lower.ssd.book.quotas)
         lower.ssd.book.is_kept = lambda meta: meta.key in self.pins
         self._announcer.registered(lower.ssd.metas())
 
