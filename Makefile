@@ -11,10 +11,12 @@ ENGINE ?= torch
 PORT ?= 8000
 ARGS ?=
 JOBS ?= 3
+SOAK_S ?= 600
+SEED ?= $(shell date +%s)
 BIN := .venv/bin
 export PYTHON TORCH
 
-.PHONY: help up test test-rdma test-vllm fuzz check format bench bench-vllm docs setup setup-dev clean
+.PHONY: help up test test-rdma test-vllm soak fuzz check format bench bench-vllm docs setup setup-dev clean
 
 help:            ## Say what there is
 	@sed -n 's/^\([a-z-]*\):[^#]*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 18
@@ -35,6 +37,9 @@ test-vllm:       ## Pass the tests of the vLLM engine, in vLLM's own environment
 
 test-rdma: setup-dev ## Pass the tests of RDMA on Soft-RoCE, in virtual machines (Debian 12, root); fails where none could be run
 	scripts/test_rdma.sh $(ARGS)
+
+soak: setup-dev  ## Ten minutes of load while processes are killed or stand still; SOAK_S=… SEED=… to repeat a run
+	HALFMOON_SOAK_S=$(SOAK_S) HALFMOON_SOAK_SEED=$(SEED) $(BIN)/pytest -s tests/e2e/test_e2e_soak.py -k random $(ARGS)
 
 fuzz: setup-dev  ## Fuzz the framing of the tcp transport, 100,000 cases each way (an hour or so)
 	HALFMOON_FUZZ_CASES=100000 $(BIN)/pytest --timeout=0 tests/wire/test_transport_fuzz.py $(ARGS)
