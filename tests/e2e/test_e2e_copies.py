@@ -17,7 +17,8 @@ from halfmoon.schemas import subjects
 from halfmoon.schemas.chunks import ChunkMeta, ChunkOutcome, ChunkPlacement
 from halfmoon.schemas.ids import ChunkKey, NodeId, RequestId, WorkerId
 from halfmoon.schemas.kv_tier import ChunkSource, NewChunk, WantedChunk, WrittenChunk
-from halfmoon.schemas.registry import LookedUp, Lookup
+from halfmoon.schemas.orders import PinOrder
+from halfmoon.schemas.registry import LookedUp, Lookup, Pin, PinsChanged
 from halfmoon.schemas.requests import RequestSubmitted
 from halfmoon.schemas.splits import Role
 from support.buses import BusMaker
@@ -27,8 +28,9 @@ from support.kv_tier_process import KvTierProcess
 from support.nats import NatsServer
 from support.registry import RunningRegistry, eventually
 
-pytestmark = [pytest.mark.nats, pytest.mark.etcd]
+pytestmark = [pytest.mark.nats, pytest.mark.etcd, pytest.mark.timeout(120)]
 
+PINNED = ChunkKey(b"pinned and never asked for......")
 PROMPT = tuple(range(1, 70))
 KEYS = chunk_keys(Namespace.of(CARD, tenant_salt="default").root(), PROMPT, CARD.chunk_tokens)
 CHUNK_BYTES = CARD.chunk_tokens * CARD.kv_bytes_per_token
@@ -84,26 +86,26 @@ async def lookup(bus: Bus, keys: Sequence[ChunkKey]) -> tuple[tuple[ChunkPlaceme
     return found.placements
 
 
-async def holders(bus: Bus) -> set[tuple[NodeId, ...]]:
+async def holders(bus: Bus, keys: Sequence[ChunkKey] = KEYS) -> set[tuple[NodeId, ...]]:
     """As the registry knows them: one element where it is the same for all chunks."""
-    return {tuple(sorted(each.node for each in placements)) for placements in await lookup(bus, KEYS)}
+    return {tuple(sorted(each.node for each in placements)) for placements in await lookup(bus, keys)}
 
 
-def payload_of(at: int) -> bytes:
-    return bytes([at + 1]) * (CHUNK_BYTES // 2) + KEYS[at] * (CHUNK_BYTES // 64)
+def payload_of(key: ChunkKey) -> bytes:
+    return key * (CHUNK_BYTES // len(key))
 
 
-async def write(client: PoolClient) -> None:
-    """The prompt's whole chunks, as a prefill worker leaves them."""
+async def write(client: PoolClient, keys: Sequence[ChunkKey]) -> None:
+    """A prompt's whole chunks, as a prefill worker leaves them."""
     new = [
-        NewChunk(key=key, index=at, num_tokens=CARD.chunk_tokens, num_bytes=CHUNK_BYTES) for at, key in enumerate(KEYS)
+        NewChunk(key=key, index=at, num_tokens=CARD.chunk_tokens, num_bytes=CHUNK_BYTES) for at, key in enumerate(keys)
     ]
     reserved = await client.reserve(RequestId("req-maker"), new)
     written: list[WrittenChunk] = []
     for at, chunk in enumerate(reserved.chunks):
         assert chunk.slot is not None
         payload = client.payload(chunk.slot)
-        payload[:] = payload_of(at)
+        payload[:] = payload_of(chunk.key)
         meta = ChunkMeta(
             key=chunk.key,
             index=at,
@@ -112,21 +114,24 @@ async def write(client: PoolClient) -> None:
             checksum=checksum(payload),
             request_id=RequestId("req-maker"),
             created_ns=time.time_ns(),
-            parent=KEYS[at - 1] if at else None,
+            parent=keys[at - 1] if at else None,
         )
         written.append(WrittenChunk(slot=chunk.slot.slot, generation=chunk.slot.generation, meta=meta))
     await client.commit(reserved.lease_id, written)
     await client.release(reserved.lease_id)
 
 
-async def test_a_hot_prefix_survives_the_node_that_made_it(
+async def test_what_is_hot_or_pinned_survives_the_node_that_made_it(
     pools: dict[str, KvTierProcess], stage: Stage, nats_buses: BusMaker
 ) -> None:
     bus = await nats_buses()
     clients = {node: PoolClient(bus, NodeId(node), WorkerId(f"worker-{node}")) for node in RACKS}
     for client in clients.values():
         await client.wait_ready(40)
-    await write(clients["node-a"])
+    await write(clients["node-a"], KEYS)
+    await write(clients["node-a"], [PINNED])
+    pin = Pin(chunks=(PinOrder(key=PINNED),))
+    await call(bus, subjects.registry("pin"), pin, PinsChanged, timeout_s=10)
     await eventually(lambda: _is(holders(bus), {("node-a",)}), what="the maker's copy is known")
 
     sent = 0
@@ -142,9 +147,15 @@ async def test_a_hot_prefix_survives_the_node_that_made_it(
         await is_copied()
     assert await holders(bus) == {("node-a", "node-c")}, "and there are no more copies than the bound"
 
+    await eventually(
+        lambda: _is(holders(bus, [PINNED]), {("node-a", "node-c")}), 40, what="the pinned one is copied too"
+    )
+
     pools["node-a"].signal(signal.SIGKILL)
     pools["node-a"].wait()
-    await eventually(lambda: _is(holders(bus), {("node-c",)}), what="the lost node's copies are known to be gone")
+    await eventually(
+        lambda: _is(holders(bus, (*KEYS, PINNED)), {("node-c",)}), what="the lost node's copies are known to be gone"
+    )
     wanted = [
         WantedChunk(
             key=placements[0].chunk.key,
@@ -153,13 +164,13 @@ async def test_a_hot_prefix_survives_the_node_that_made_it(
             num_bytes=CHUNK_BYTES,
             sources=tuple(ChunkSource(node=each.node, epoch=each.epoch) for each in placements),
         )
-        for at, placements in enumerate(await lookup(bus, KEYS))
+        for at, placements in enumerate(await lookup(bus, (*KEYS, PINNED)))
     ]
     acquired = await clients["node-b"].acquire(RequestId("req-reader"), wanted)
-    assert [(chunk.outcome, chunk.source) for chunk in acquired.chunks] == [(ChunkOutcome.HIT_REMOTE, "node-c")] * 4
-    for at, chunk in enumerate(acquired.chunks):
+    assert [(chunk.outcome, chunk.source) for chunk in acquired.chunks] == [(ChunkOutcome.HIT_REMOTE, "node-c")] * 5
+    for chunk in acquired.chunks:
         assert chunk.slot is not None
-        assert bytes(clients["node-b"].payload(chunk.slot)) == payload_of(at)
+        assert bytes(clients["node-b"].payload(chunk.slot)) == payload_of(chunk.key)
     assert stage.value("halfmoon_conductor_copies_ordered_total", {"cause": "demand", "answer": "taken"}) == 4
     for client in clients.values():
         await client.close()

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from itertools import pairwise
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from halfmoon.scheduling.continuations import Continuations
@@ -95,6 +95,7 @@ def test_copies_are_wanted_in_proportion_and_up_to_the_bound(uses: float, pinned
     assert wanted == max(min(3, 1 + int(uses // 4)), 2 if pinned else 1)
 
 
+@settings(max_examples=50)
 @given(node_sets, label_maps, st.integers(0, 4), st.binary(min_size=32, max_size=32))
 def test_those_who_keep_theirs_are_never_fewer_than_wanted(
     holders: set[NodeId], labels: dict[NodeId, dict[str, str]], wanted: int, raw: bytes
@@ -230,6 +231,7 @@ def test_pinned_runs_have_two_copies_without_demand_and_no_more() -> None:
     assert cluster.orders([run_of(1, 2)]) == []
 
 
+@settings(max_examples=50)
 @given(
     st.lists(st.tuples(st.integers(0, 5), st.integers(1, 6), st.integers(1, 12)), min_size=1, max_size=12),
     st.lists(st.tuples(st.sampled_from(NODES), st.integers(0, 5), st.integers(0, 6)), max_size=12),
