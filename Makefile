@@ -30,6 +30,7 @@ up: setup
 endif
 
 test: setup-dev  ## Pass the tests: real servers, real processes, the real small model
+	-@PYTHONPATH=tests $(BIN)/python -m support.model
 	$(BIN)/pytest -n $(JOBS) --dist loadgroup --no-loadscope-reorder $(ARGS)
 
 test-vllm:       ## Pass the tests of the vLLM engine, in vLLM's own environment; fails where none could be run

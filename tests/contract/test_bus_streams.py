@@ -160,9 +160,9 @@ async def test_unsettled_work_comes_again(bus_maker: BusMaker) -> None:
     worker = Worker(settle=False)
     await bus.consume("WORK", "w", "work.*", worker, ack_wait_s=0.3)
     await bus.stream_publish("work.a", b"stubborn")
-    await until(lambda: len(worker.deliveries) == 3)
-    assert worker.data == [b"stubborn"] * 3
-    assert [delivery.num_delivered for delivery in worker.deliveries] == [1, 2, 3]
+    await until(lambda: len(worker.deliveries) >= 3)
+    assert set(worker.data) == {b"stubborn"}
+    assert [delivery.num_delivered for delivery in worker.deliveries[:3]] == [1, 2, 3]
     assert {delivery.stream_seq for delivery in worker.deliveries} == {1}
 
 

@@ -451,12 +451,12 @@ async def test_a_conductor_that_drains_hands_back_what_takes_too_long(open_stage
 
 
 async def test_while_it_lives_a_request_is_not_delivered_again(open_stage: OpenStage) -> None:
-    stage = await open_stage(ack_wait_s=0.3)
+    stage = await open_stage(ack_wait_s=0.6)
     decode = stage.workers["d1"]
     await stage.client.submit(request())
     await until(lambda: bool(decode.running))
     begun = time.monotonic()
-    await until(lambda: time.monotonic() - begun > 1.2)
+    await until(lambda: time.monotonic() - begun > 1.5)
     open_request = stage.conductors[0].requests.get(RequestId("req-1"))
     assert open_request is not None
     assert open_request.delivery.num_delivered == 1

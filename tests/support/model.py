@@ -1,4 +1,4 @@
-"""The real small model, for tests: fetched once per machine."""
+"""The real small model, for tests: fetched once per machine; `python -m support.model` does it ahead of them."""
 
 import os
 from pathlib import Path
@@ -21,3 +21,7 @@ def small_gguf() -> Path:
 def _models_dir() -> Path:
     cache = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache"))
     return Path(os.environ.get("HALFMOON_MODELS_DIR", cache / "halfmoon" / "models"))
+
+
+if __name__ == "__main__":
+    small_model()
