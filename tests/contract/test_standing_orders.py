@@ -2,8 +2,9 @@
 
 import asyncio
 import contextlib
+import signal
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Awaitable, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from halfmoon.bus.protocol import Bus
 from halfmoon.bus.streams import CHUNKS
 from halfmoon.conductor.indexer import Indexer
 from halfmoon.kv_tier.slots import SlotCounts
+from halfmoon.pool import PoolClient
 from halfmoon.schemas import subjects
 from halfmoon.schemas.chunks import ChunkMeta, ChunkOutcome, Tier
 from halfmoon.schemas.ids import ChunkKey, NodeId, RequestId, TenantId, WorkerId
@@ -27,9 +29,12 @@ from halfmoon.schemas.splits import Role
 from halfmoon.schemas.wire import ErrorCode
 from support.buses import BusMaker
 from support.etcd import EtcdServer
+from support.heart import Heart
+from support.kv_tier_process import KvTierProcess
+from support.nats import NatsServer
 from support.pool_nodes import CHUNK_BYTES, REQUEST, Node, key_of, running_node, write_chunks
-from support.registry import Heart, RunningRegistry, etcd_agrees, eventually, inventory
-from support.wait import until
+from support.registry import RunningRegistry, etcd_agrees, eventually, inventory
+from support.wait import until, until_awaited
 
 pytestmark = [pytest.mark.etcd, pytest.mark.nats]
 
@@ -183,8 +188,8 @@ async def test_what_was_being_written_or_pulled_when_the_flush_came_is_found_by_
         assert await commit("after", time.time_ns(), "x", flush_first=False) == 1
 
 
-async def test_a_node_that_was_away_serves_nothing_flushed_when_it_is_back_its_ssd_included(
-    nats_buses: BusMaker, bus: Bus, registry: RunningRegistry, tmp_path: Path
+async def test_a_node_that_was_killed_serves_nothing_flushed_when_it_is_back_its_ssd_included(
+    nats_server: NatsServer, nats_buses: BusMaker, bus: Bus, registry: RunningRegistry, tmp_path: Path
 ) -> None:
     ssd: dict[str, object] = {
         "ssd_dir": tmp_path / "ssd",
@@ -194,13 +199,28 @@ async def test_a_node_that_was_away_serves_nothing_flushed_when_it_is_back_its_s
         "ssd_admission": "all",
     }
     acme, other = [f"acme-{number}" for number in range(3)], [f"other-{number}" for number in range(3)]
-    async with beating_node(nats_buses, tmp_path, "a", **ssd) as a:
-        await a.client.release(await write_chunks(a.client, *acme, tenant=ACME))
-        await a.client.release(await write_chunks(a.client, *other, tenant=OTHER))
-        lower = a.service.store.lower
-        assert lower is not None
-        await until(lambda: len(lower.ssd.book) >= 5)
-        on_ssd = {meta.key for meta in lower.ssd.metas()}
+    shm: dict[str, object] = {"shm_dir": tmp_path}
+    settings = {name: str(value) for name, value in (ssd | shm).items()}
+    process = KvTierProcess(tmp_path / "data", nats_server.url, "a", **settings)
+    client = PoolClient(await nats_buses(), NodeId("a"), WorkerId("writer"))
+    try:
+        await client.wait_ready(30.0)
+        await client.release(await write_chunks(client, *acme, tenant=ACME))
+        await client.release(await write_chunks(client, *other, tenant=OTHER))
+
+        async def num_on_ssd() -> int:
+            stats = await client.stats()
+            return 0 if stats.ssd is None else stats.ssd.num_chunks
+
+        await until_awaited(lambda: _is_at_least(num_on_ssd(), 5))
+        found = await call(bus, "halfmoon.kvtier.a.list", ListChunks(tier=Tier.SSD), ChunkList, timeout_s=5.0)
+        on_ssd = {each.meta.key for each in found.chunks}
+        await eventually(lambda: etcd_agrees(bus, "a"))
+        process.signal(signal.SIGKILL)
+        process.wait()
+    finally:
+        process.close()
+        await client.close()
     async with beating_node(nats_buses, tmp_path, "b") as b:
         done = await flush(bus, tenant=ACME)
         assert [(each.node, bool(each.error)) for each in done.nodes] == [("a", True), ("b", False)]
@@ -231,6 +251,10 @@ async def test_a_node_that_missed_orders_is_told_them_as_soon_as_it_is_heard_aga
         assert (await pin(bus, "y")).nodes[0].error
         await eventually(lambda: _pinned(a, 1), what="made up for")
         assert await names_at(bus, "a", ["x", "y"]) == {"y"}
+
+
+async def _is_at_least(number: Awaitable[int], least: int) -> bool:
+    return await number >= least
 
 
 async def _pinned(node: Node, number: int) -> bool:

@@ -8,8 +8,7 @@ from typing import Any
 
 import httpx
 import pytest
-from click.testing import Result
-from typer.testing import CliRunner
+from typer.testing import CliRunner, Result
 
 from halfmoon.cli.app import app
 from support.system import System

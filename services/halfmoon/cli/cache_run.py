@@ -176,7 +176,7 @@ def run_flush(options: FlushOptions, config: CommonConfig, console: Console, *, 
         )
 
     def is_well(done: Flushed) -> bool:
-        return not any(each.error for each in (*done.nodes, *done.workers))
+        return not (any(node.error for node in done.nodes) or any(worker.error for worker in done.workers))
 
     return _run("flush", config, ask, lambda done: print_flush(console, done), is_well, as_json=as_json)
 
