@@ -15,12 +15,12 @@ from halfmoon.schemas import subjects
 from halfmoon.schemas.ids import RequestId, WorkerId
 from halfmoon.schemas.members import MemberState
 from halfmoon.schemas.requests import Encoding, Failed, Finished, RequestSubmitted, Sampling, TokenEvent
-from halfmoon.schemas.splits import Role, TransferDone
+from halfmoon.schemas.splits import DecodeHalf, PrefillHalf, Role, TransferDone
 from halfmoon.schemas.wire import HEADER_DEADLINE, ErrorCode
 from halfmoon.tracing.context import HEADER_TRACEPARENT
 from support.buses import BusMaker
 from support.conductors import BUSY, CARD, MODEL, SPLIT_PAIR, Stage
-from support.wait import until
+from support.wait import until, until_awaited
 
 PROMPT = tuple(range(1, 41))
 OpenStage = Callable[..., Awaitable[Stage]]
@@ -247,10 +247,13 @@ async def test_a_busy_prefill_worker_is_passed_over_and_decode_told(open_stage: 
     for number in range(4):
         await stage.client.submit(request(f"req-{number}"))
     await until(lambda: len(stage.workers["p2"].running) == 4)
+
+    def told(half: PrefillHalf) -> DecodeHalf:
+        return [each for each in decode.decodes if each.request_id == half.request_id][-1]
+
     for half in stage.workers["p2"].prefills:
-        told = [each for each in decode.decodes if each.request_id == half.request_id]
-        assert told[-1].prefill_worker == "p2"
-        assert (told[-1].transfer_id, told[-1].attempt) == (half.transfer_id, half.attempt)
+        await until(lambda half=half: told(half).prefill_worker == "p2")  # type: ignore[misc]
+        assert (told(half).transfer_id, told(half).attempt) == (half.transfer_id, half.attempt)
 
 
 async def test_when_no_prefill_worker_takes_it_decode_computes(open_stage: OpenStage) -> None:
@@ -287,7 +290,7 @@ async def test_a_decode_worker_that_never_ends_is_cancelled_past_the_deadline(op
     # The fake ends what it is told to cancel, so that end is the only one.
     assert stage.client.failure().code is ErrorCode.CANCELLED
     await until(lambda: len(stage.conductors[0].requests) == 0)
-    assert stage.workers["p1"].cancels == ["req-1"]
+    await until(lambda: stage.workers["p1"].cancels == ["req-1"])
     assert len(stage.client.ends()) == 1
 
 
@@ -315,7 +318,7 @@ async def test_a_lost_prefill_worker_is_replaced(open_stage: OpenStage) -> None:
     second = await stage.add_worker("p2", Role.PREFILL, "node-a")
     await until(lambda: stage.conductors[0].members.life_of(WorkerId("p2")) is not None)
     await stage.workers["p1"].leave()
-    await until(lambda: bool(second.prefills))
+    await until(lambda: bool(second.prefills and decode.decodes[1:]))
     half = second.prefills[0]
     assert half.transfer_id == decode.decodes[0].transfer_id
     assert half.attempt == 2
@@ -329,7 +332,7 @@ async def test_a_prefill_worker_that_is_done_may_go(open_stage: OpenStage) -> No
     stage = await open_stage()
     decode, prefill = stage.workers["d1"], stage.workers["p1"]
     await stage.client.submit(request())
-    await until(lambda: bool(prefill.running))
+    await until(lambda: bool(prefill.running and decode.running))
     done = TransferDone(request_id=RequestId("req-1"), transfer_id=decode.decodes[0].transfer_id)
     await decode.bus.publish(subjects.split_prefill(prefill.worker), encode(done))
     conductor = stage.conductors[0]
@@ -355,7 +358,7 @@ async def test_a_lost_decode_worker_is_resumed_from_the_tokens_it_told_of(open_s
     second = await stage.add_worker("d2", Role.DECODE, "node-b")
     await until(lambda: conductor.members.life_of(WorkerId("d2")) is not None)
     await first.leave()
-    await until(lambda: len(prefill.prefills) == 2)
+    await until(lambda: len(prefill.prefills) == 2 and bool(second.decodes and prefill.transfers_done))
     half, before = second.decodes[0], first.decodes[0]
     assert half.known == (11, 12, 13)
     assert half.cached_tokens == 8
@@ -380,7 +383,7 @@ async def test_a_lost_decode_worker_that_nobody_replaces_fails_its_request(
     assert stage.client.failure().code is ErrorCode.WORKER_LOST
     await until(lambda: len(stage.conductors[0].requests) == 0)
     # Nobody reads what prefill has made: it need not hold it.
-    assert stage.workers["p1"].transfers_done == [decode.decodes[0].transfer_id]
+    await until(lambda: stage.workers["p1"].transfers_done == [decode.decodes[0].transfer_id])
 
 
 async def test_a_half_that_was_never_heard_goes_to_another(open_stage: OpenStage) -> None:
@@ -520,7 +523,11 @@ async def test_it_is_seen_in_the_services_api(open_stage: OpenStage) -> None:
     await bus.subscribe(inbox, stage.client._on_event)
     await bus.publish(subjects.generate(MODEL), b'{"tokens": [1]}', reply=inbox)
     await until(lambda: len(stage.client.ends()) == 1)
-    stats = await bus.request("$SRV.STATS.halfmoon-conductor", b"", timeout_s=2.0)
-    endpoints = {endpoint["subject"]: endpoint for endpoint in json.loads(stats.data)["endpoints"]}
-    endpoint = endpoints[subjects.GENERATE_ALL]
-    assert (endpoint["num_requests"], endpoint["num_errors"]) == (1, 0)
+
+    async def is_counted() -> bool:
+        stats = await bus.request("$SRV.STATS.halfmoon-conductor", b"", timeout_s=10.0)
+        endpoints = {endpoint["subject"]: endpoint for endpoint in json.loads(stats.data)["endpoints"]}
+        endpoint = endpoints[subjects.GENERATE_ALL]
+        return (endpoint["num_requests"], endpoint["num_errors"]) == (1, 0)
+
+    await until_awaited(is_counted)
