@@ -5,7 +5,9 @@ from contextlib import aclosing
 
 import pytest
 
+from halfmoon.chunks.keys import chunk_keys
 from halfmoon.engine.contract import SequenceSpec
+from halfmoon.schemas.ids import ChunkKey
 from halfmoon.schemas.requests import Sampling
 from support.engines import BLOCK_TOKENS, CHUNK_TOKENS, generated, prefilled, sinks_for, token_ids
 from support.model import small_model
@@ -13,6 +15,7 @@ from support.prompts import lengths, random_tokens
 from support.reference import greedy
 from support.slots import Slots, checksums
 from support.vllm import Pair, answered, root_of
+from support.wait import until
 
 pytestmark = [pytest.mark.vllm, pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(600)]
 
@@ -152,3 +155,30 @@ async def test_tenants_share_nothing(pair: Pair, references: dict[tuple[int, ...
     assert await answered(pair.decode, prompt, ours) == (hot_tokens(prompt), expected)
     assert await answered(pair.decode, prompt, theirs) == (0, expected)
     assert await answered(pair.decode, prompt, theirs) == (hot_tokens(prompt), expected)
+
+
+async def test_what_is_forgotten_is_found_by_no_later_sequence(
+    pair: Pair, references: dict[tuple[int, ...], list[int]]
+) -> None:
+    """And is told to be gone; what comes after it is cached, and told, as ever."""
+    prompt, root = PROMPTS[2 * CHUNK_TOKENS], root_of("forgotten")
+    expected = references[tuple(prompt)]
+    keys = frozenset(chunk_keys(root, prompt[: hot_tokens(prompt)], CHUNK_TOKENS))
+    told: set[ChunkKey] = set()
+
+    def is_told() -> bool:
+        changes = pair.decode.hot_changes()
+        if changes.is_reset:
+            told.clear()
+        told.difference_update(changes.removed)
+        told.update(changes.added)
+        return keys <= told
+
+    assert await answered(pair.decode, prompt, root) == (0, expected)
+    await until(is_told)
+    assert pair.decode.forget() >= len(keys) > 0
+    assert not is_told()
+    assert not told
+    assert await answered(pair.decode, prompt, root) == (0, expected)
+    assert await answered(pair.decode, prompt, root) == (hot_tokens(prompt), expected)
+    await until(is_told)

@@ -38,7 +38,7 @@ class Borrowed:
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
-        for name in ("open", "hot", "hot_changes", "load", "prefill", "decode", "close", "stats"):
+        for name in ("open", "hot", "hot_changes", "forget", "load", "prefill", "decode", "close", "stats"):
             setattr(self, name, getattr(engine, name))
 
     @property

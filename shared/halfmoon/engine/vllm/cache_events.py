@@ -4,8 +4,8 @@ An event names blocks by vLLM's hashes and gives their tokens; the first block o
 for which the root of the chunk keys is used. So each block leads back to a root and a position, and whole chunks to
 their keys. A chunk counts as hot while its last block is cached: vLLM evicts a sequence from its end.
 
-To forget is to use other salts from then on. vLLM's own reset waits until no sequence runs; a block whose salt is no
-more used can't be found, and is evicted in its turn.
+To forget is to use other salts from then on. vLLM's own reset does nothing while a sequence runs; a block whose salt is
+no more used can't be found, and is evicted in its turn.
 """
 
 from collections.abc import Sequence
