@@ -1,6 +1,8 @@
 """The container files can't be run without Docker; what can be checked of them is."""
 
+import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -55,3 +57,49 @@ def test_workers_share_memory_with_their_node(compose: dict[str, dict[str, dict[
         assert isinstance(pool_environment, dict)
         assert environment[variable] == pool_environment["HALFMOON_KV_TIER_NODE"]
         assert services[pool]["ipc"] == "shareable"
+
+
+@pytest.fixture
+def kubernetes() -> list[dict[str, Any]]:
+    files = sorted((ROOT / "deploy" / "kubernetes").glob("*.yaml"))
+    return [document for file in files for document in yaml.safe_load_all(file.read_text())]
+
+
+def test_kubernetes_runs_every_service_with_settings_that_exist(kubernetes: list[dict[str, Any]]) -> None:
+    common = {setting.variable for setting in settings_of(None)}
+    started = set()
+    for document in kubernetes:
+        template = document["spec"]["template"]
+        assert document["spec"]["selector"]["matchLabels"].items() <= template["metadata"]["labels"].items()
+        (container,) = template["spec"]["containers"]
+        _, name = container["args"]
+        service = name.replace("-", "_")
+        started.add(service)
+        own = {setting.variable for setting in settings_of(service)}
+        assert {variable["name"] for variable in container["env"]} <= common | own, name
+        volumes = {volume["name"] for volume in template["spec"]["volumes"]}
+        assert {mount["name"] for mount in container["volumeMounts"]} == volumes
+    assert started == set(CONFIG_CLASSES)
+
+
+def test_workers_are_where_a_pool_is_and_map_its_arena(kubernetes: list[dict[str, Any]]) -> None:
+    pools = [each for each in kubernetes if each["kind"] == "DaemonSet"]
+    racks = {each["spec"]["template"]["spec"]["nodeSelector"]["example.com/rack"] for each in pools}
+    for pool in pools:
+        (container,) = pool["spec"]["template"]["spec"]["containers"]
+        labels = next(each["value"] for each in container["env"] if each["name"] == "HALFMOON_KV_TIER_LABELS")
+        assert json.loads(labels)["rack"] in racks
+    workers = [each for each in kubernetes if each["metadata"]["name"] in ("halfmoon-prefill", "halfmoon-decode")]
+    assert len(workers) == 2
+    for worker in workers:
+        spec = worker["spec"]["template"]["spec"]
+        (near,) = spec["affinity"]["podAffinity"]["requiredDuringSchedulingIgnoredDuringExecution"]
+        assert near["topologyKey"] == "kubernetes.io/hostname"
+        for pool in pools:
+            template = pool["spec"]["template"]
+            assert near["labelSelector"]["matchLabels"].items() <= template["metadata"]["labels"].items()
+            assert [each for each in template["spec"]["volumes"] if each["name"] == "shm"] == [
+                each for each in spec["volumes"] if each["name"] == "shm"
+            ]
+        (spread,) = spec["topologySpreadConstraints"]
+        assert spread["topologyKey"] == "example.com/rack"
