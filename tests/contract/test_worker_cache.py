@@ -6,12 +6,14 @@ from pathlib import Path
 import pytest
 
 from halfmoon.bus.codec import Decoder, encode
+from halfmoon.bus.endpoint import call
 from halfmoon.bus.protocol import BusMessage
 from halfmoon.chunks.keys import Namespace, chunk_keys
 from halfmoon.engine.contract import HotChanges
 from halfmoon.schemas import subjects
 from halfmoon.schemas.caches import CacheChanges, CacheSnapshot, WorkerCache
 from halfmoon.schemas.ids import ChunkKey, ModelName, RequestId, TenantId, WorkerId
+from halfmoon.schemas.orders import FlushOrder, Forget, Forgotten, Selection
 from halfmoon.schemas.requests import RequestSubmitted, Sampling
 from halfmoon.schemas.splits import Role
 from halfmoon.schemas.wire import HEADER_REPLY
@@ -187,6 +189,28 @@ async def test_workers_tell_what_their_engines_hold(pair: Cluster) -> None:
         CacheSnapshot(worker=DECODE, started_ns=started_ns, seq=1, keys=tuple(sorted((one, two)))),
         CacheChanges(worker=DECODE, started_ns=started_ns, seq=2, added=(three,), removed=(one,)),
     ]
+
+
+async def test_a_flush_makes_the_engine_forget_and_the_conductors_with_it(pair: Cluster) -> None:
+    heard: list[WorkerCache] = []
+    decoder: Decoder[WorkerCache] = Decoder(WorkerCache)
+
+    async def hear(message: BusMessage) -> None:
+        heard.append(decoder.decode(message.data, message.headers))
+
+    await pair.bus.subscribe(subjects.CACHE_ALL, hear)
+    keys = keys_of(prompt(2 * CHUNK_TOKENS))
+    pair.decode_engine.num_hot = 2 * CHUNK_TOKENS
+    pair.decode_engine.changes.append(HotChanges(frozenset(keys)))
+    await until(lambda: len(heard) == 1)
+    order = FlushOrder(seq=7, before_ns=1, selection=Selection(tenant=TenantId("acme")))
+    forgotten = await call(pair.bus, subjects.forget(DECODE), Forget(order=order), Forgotten, timeout_s=5.0)
+    assert forgotten == Forgotten(worker=DECODE, num_chunks=2)
+    assert pair.decode_engine.num_hot == 0
+    assert pair.decode.heartbeat().orders_seq == 7
+    await until(lambda: len(heard) == 2)
+    assert isinstance(heard[1], CacheChanges)
+    assert set(heard[1].removed) == set(keys)
 
 
 async def test_an_engine_that_breaks_when_asked_what_is_hot_ends_its_worker(pair: Cluster) -> None:

@@ -316,6 +316,8 @@ class PoolStats(Message, frozen=True, tag="kvtier.pool.v1"):
     bytes_in_place: int = 0
     """Of chunks that readers here were given in other nodes' arenas: nothing was copied into this pool."""
     pinned: int = 0
+    pins_refused: int = 0
+    """Chunks here that are to be pinned, and aren't, since no more slots may be."""
     tenants: tuple[TenantUse, ...] = ()
     """In the answer to `Stats` only, not in heartbeats. The biggest first."""
     ssd: SsdStats | None = None

@@ -80,6 +80,8 @@ def print_stat(console: Console, stat: Stat) -> None:
         share = f"{stat.hit_ratio:.1%} of {stat.prompt_tokens:,} prompt tokens"
         _say(console, f"found and not computed: {share}, of the requests that ended since the conductors' start")
     for node in stat.nodes:
+        if node.pool.pins_refused:
+            _warn(console, f"{node.node}: {node.pool.pins_refused:,} chunks are to be pinned, beyond max_pinned_share")
         if node.pool.ssd is not None and node.pool.ssd.failure:
             _warn(console, f"{node.node}: the SSD is left alone: {node.pool.ssd.failure}")
     _failures(console, stat.failed)

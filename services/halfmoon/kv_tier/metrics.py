@@ -53,6 +53,9 @@ class PoolCollector(Collector):
             slots,
             acquired,
             GaugeMetricFamily("halfmoon_kvtier_leases", "Open leases.", stats.num_leases),
+            GaugeMetricFamily(
+                "halfmoon_kvtier_pins_refused", "Chunks to be pinned, beyond what may be.", stats.pins_refused
+            ),
             GaugeMetricFamily("halfmoon_kvtier_chunks", "Registered chunks.", stats.num_chunks),
             GaugeMetricFamily("halfmoon_kvtier_transfers", "Chunks on their way here.", self._transfers()),
             GaugeMetricFamily("halfmoon_kvtier_loans", "Leases held at other nodes for readers here.", self._loans()),

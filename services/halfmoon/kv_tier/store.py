@@ -227,6 +227,7 @@ class ChunkStore:
             ready=counts.ready,
             leased=counts.leased,
             pinned=counts.pinned,
+            pins_refused=self.pins.num_refused,
             num_leases=len(self.ledger.leases),
             num_chunks=self.ledger.slots.num_registered,
             hits_local=self.counters.hits_local,
