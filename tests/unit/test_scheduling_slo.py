@@ -52,7 +52,7 @@ def judge(
 def busy(outlook: Outlook, worker: WorkerId, num: int, *, began_s: float = 0.0) -> None:
     for number in range(num):
         request_id = RequestId(f"{worker}-{number}")
-        outlook.placed(worker, request_id, 50, began_s)
+        outlook.placed(worker, request_id, 50, began_s, began_s)
         outlook.began(request_id, began_s)
 
 
@@ -103,7 +103,7 @@ def test_early_sees_what_runs_and_predictive_what_will() -> None:
     outlook, service = Outlook(), ServiceClass(tbt_s=2.5 * STEP_S)
     # Three are being prefilled, to begin before this one would: only prediction counts them.
     for number in range(3):
-        outlook.placed(D1, RequestId(f"w{number}"), 50, 0.5)
+        outlook.placed(D1, RequestId(f"w{number}"), 50, 0.5, 0.0)
     assert isinstance(judge(outlook, service, name=AdmissionName.EARLY), Plan)
     assert isinstance(judge(outlook, service), Breach)
     # Three run, and will have ended when this one would begin: only `early` counts them.
@@ -141,6 +141,14 @@ def test_decodes_of_one_length_end_together_and_others_when_they_are_likely_to()
     assert durations.survival(10.0, 10.0) == 0.5
 
 
+def test_what_a_decode_lasts_of_a_time_is_all_of_it_until_some_end_sooner() -> None:
+    durations = Durations(max_durations=2)
+    assert durations.within_s(7.0) == 7.0
+    for duration_s in (100.0, 2.0, 4.0):
+        durations.add(duration_s)
+    assert [durations.within_s(seconds) for seconds in (-1.0, 0.0, 1.0, 3.0, 9.0)] == [0.0, 0.0, 1.0, 2.5, 3.0]
+
+
 @given(st.lists(st.floats(0.01, 100.0), min_size=1, max_size=40), st.floats(0, 120), st.floats(0, 60), st.floats(0, 60))
 def test_survival_is_a_probability_that_falls_with_time(
     seen: list[float], age_s: float, more_s: float, later_s: float
@@ -154,8 +162,8 @@ def test_survival_is_a_probability_that_falls_with_time(
 
 def test_a_heartbeat_corrects_what_was_not_heard() -> None:
     outlook = Outlook()
-    outlook.placed(D1, RequestId("a"), 50, 1.0)
-    outlook.placed(D1, RequestId("b"), 70, 1.0)
+    outlook.placed(D1, RequestId("a"), 50, 1.0, 0.0)
+    outlook.placed(D1, RequestId("b"), 70, 1.0, 0.0)
     # `a` generates; `c` was never told of; `b` still waits for its KV and isn't in the batch.
     outlook.shown(D1, {RequestId("a"): 3, RequestId("c"): 5, RequestId("b"): 0}, 2.0)
     assert outlook.now(D1) == Batch(2, 50)
@@ -171,17 +179,36 @@ def test_a_heartbeat_corrects_what_was_not_heard() -> None:
 
 def test_one_that_moves_is_on_its_new_worker_alone_and_a_dropped_one_teaches_nothing() -> None:
     outlook = Outlook()
-    outlook.placed(D1, RequestId("a"), 50, 0.0)
-    outlook.placed(D2, RequestId("a"), 50, 0.0)
+    outlook.placed(D1, RequestId("a"), 50, 0.0, 0.0)
+    outlook.placed(D2, RequestId("a"), 50, 0.0, 0.0)
     assert (outlook.at(D1, 0.0, 0.0), outlook.at(D2, 0.0, 0.0)) == (Batch(), Batch(1, 50))
     outlook.began(RequestId("a"), 1.0)
     outlook.dropped(RequestId("a"))
     assert len(outlook.durations) == 0
-    outlook.placed(D2, RequestId("b"), 50, 0.0)
+    outlook.placed(D2, RequestId("b"), 50, 0.0, 0.0)
     outlook.began(RequestId("b"), 1.0)
     outlook.ended(RequestId("b"), 4.0)
     assert outlook.durations.survival(0.0, 2.9) == 1.0
     assert outlook.durations.survival(0.0, 3.0) == 0.0
+
+
+def test_who_comes_later_and_begins_sooner_is_counted() -> None:
+    """One a second, each begun a second after it was placed: in ten seconds nine more will have begun."""
+    outlook = Outlook()
+    for number in range(30):
+        request_id = RequestId(f"r{number}")
+        outlook.placed(D1, request_id, 100, number + 1.0, float(number))
+        outlook.began(request_id, number + 1.0)
+        outlook.dropped(request_id)
+    now_s = 31.0
+    assert outlook.at(D1, now_s + 1.0, now_s) == Batch()
+    ahead = outlook.at(D1, now_s + 10.0, now_s)
+    assert (ahead.num_requests, ahead.context_tokens) == (pytest.approx(9.0), pytest.approx(900.0))
+    assert outlook.at(D2, now_s + 10.0, now_s) == Batch()
+    # Where decodes last four seconds, those that began more than four seconds before have ended by then.
+    outlook.durations.add(4.0)
+    assert outlook.at(D1, now_s + 10.0, now_s).num_requests == pytest.approx(4.0)
+    assert outlook.at(D1, now_s + 3.0, now_s).num_requests == pytest.approx(2.0)
 
 
 def test_what_is_said_of_a_class_changes_nothing_else() -> None:
@@ -233,7 +260,7 @@ def overloaded(name: AdmissionName) -> Course:
         judged = admission.judge(plan("d1", ttft_s=PREFILL_S), ask(number), service, now_s)
         if isinstance(judged, Plan):
             request_id = RequestId(f"r{number}")
-            outlook.placed(D1, request_id, 0, now_s + PREFILL_S)
+            outlook.placed(D1, request_id, 0, now_s + PREFILL_S, now_s)
             heapq.heappush(events, (now_s + PREFILL_S, 0, request_id))
         else:
             num_rejected += 1

@@ -60,7 +60,7 @@ class Book:
     def sent_decode(self, worker: WorkerId, half: DecodeHalf, now_s: float, *, is_own: bool) -> None:
         """A decode half was sent. `is_own`: by this conductor, whose room has charged the prompt already."""
         context_tokens = len(half.tokens) + len(half.known)
-        self.outlook.placed(worker, half.request_id, context_tokens, now_s + (half.begins_in_s or 0.0))
+        self.outlook.placed(worker, half.request_id, context_tokens, now_s + (half.begins_in_s or 0.0), now_s)
         if half.request_id in self._accounts:
             return
         account = _Account(

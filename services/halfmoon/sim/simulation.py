@@ -134,7 +134,7 @@ class Simulation:
         choice = plan.decodes[0]
         decode = self.cluster.decodes[choice.worker.worker]
         begins_s = now_s + first_token_s(plan, choice)
-        self._outlook.placed(decode.worker, request.request_id, request.num_tokens, begins_s)
+        self._outlook.placed(decode.worker, request.request_id, request.num_tokens, begins_s, now_s)
         decode.expect(request)
         if not choice.needs_prefill:
             return
