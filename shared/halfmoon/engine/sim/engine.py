@@ -21,6 +21,7 @@ from halfmoon.engine.contract import (
     SequenceClosed,
     SequenceSpec,
 )
+from halfmoon.engine.sim.timing import Timing
 from halfmoon.engine.sim.tokens import KV_BYTES_PER_TOKEN, completion_seed, completion_token, prompt_kv
 from halfmoon.models import ModelFolder
 from halfmoon.schemas.ids import ModelName
@@ -42,6 +43,11 @@ class SimEngineConfig:
     decode_step_s: float = 0.02
     load_s: float = 0.0
 
+    @property
+    def timing(self) -> Timing:
+        """What it sleeps by; the simulator calculates with the same."""
+        return Timing.constant(prefill_tokens_per_s=self.prefill_tokens_per_s, decode_step_s=self.decode_step_s)
+
 
 @dataclass(slots=True)
 class _Sequence:
@@ -57,6 +63,9 @@ class SimEngine:
 
     def __init__(self, config: SimEngineConfig) -> None:
         self._config = config
+        self._timing = config.timing
+        self._decoding: dict[str, int] = {}
+        """Sequences that are being decoded, with their contexts' tokens."""
         self._sequences: dict[str, _Sequence] = {}
         self._free_tokens = config.kv_tokens
         self._computing = asyncio.Lock()
@@ -152,13 +161,15 @@ class SimEngine:
             last = spec.num_known + sequence.spec.max_tokens - len(tokens)
             limit = last if spec.sampling.max_tokens is None else min(last, spec.sampling.max_tokens)
             for position in range(spec.num_known, max(limit, spec.num_known + 1)):
-                await self._sleep(sequence, self._config.decode_step_s)
+                self._decoding[seq_id] = len(tokens) - spec.num_known + position
+                await self._sleep(sequence, self._timing.step_s(len(self._decoding), sum(self._decoding.values())))
                 token = completion_token(seed, position, self.card.vocab_size)
                 yield Sampled(position, token, _certain(token, spec.sampling.logprobs))
                 if token in spec.stop_tokens:
                     return
         finally:
             sequence.is_running = False
+            self._decoding.pop(seq_id, None)
 
     async def close(self, seq_id: str) -> None:
         sequence = self._sequences.pop(seq_id, None)
@@ -185,7 +196,7 @@ class SimEngine:
 
     async def _compute(self, sequence: _Sequence, start: int, stop: int) -> None:
         """Take the time of positions `[start, stop)`, and make their KV from what stands before them."""
-        await self._sleep(sequence, (stop - start) / self._config.prefill_tokens_per_s)
+        await self._sleep(sequence, self._timing.prefill_s(stop, start))
         at = start * KV_BYTES_PER_TOKEN
         before = bytes(sequence.kv[at - KV_BYTES_PER_TOKEN : at]) if start else bytes(KV_BYTES_PER_TOKEN)
         for kv in prompt_kv(sequence.spec.tokens[:stop], start, before):
