@@ -104,7 +104,7 @@ async def test_no_more_than_their_share_and_unused_ones_are_waste_when_they_go(n
 async def test_while_requests_wait_for_pulls_copies_do_too_and_are_given_up(
     broker: MemoryBroker, tmp_path: Path
 ) -> None:
-    settings = {"copy_give_up_s": 0.2, "acquire_timeout_s": 1.0}
+    settings = {"copy_give_up_s": 0.2, "acquire_timeout_s": 1.0, "max_transfers": 1}
     async with (
         running_node(broker, tmp_path, "node-a") as a,
         running_node(broker, tmp_path, "node-b", settings=settings) as b,

@@ -188,6 +188,9 @@ def test_a_pool_without_room_gets_nothing() -> None:
     cluster.pools[NODES[1]] = pool(NODES[1], free=0, ready=7)
     assert cluster.orders() == []
     cluster.use(run_of(*range(20)))
+    cluster.pools[NODES[1]] = Pool(node=NODES[1], num_slots=100, num_free=100, num_ready=0, slot_bytes=MIB - 1)
+    assert cluster.orders() == [], "its slots are too small"
+    cluster.use(run_of(*range(20)))
     cluster.pools[NODES[1]] = pool(NODES[1], free=3, ready=80)
     assert [len(order.positions) for order in cluster.orders()] == [13], "the free ones, and an eighth of the idle ones"
 

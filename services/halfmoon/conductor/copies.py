@@ -126,7 +126,7 @@ class Copies:
         """
         index, now_s = self._index(), time.monotonic()
         pool = self._members.pools().get(destination)
-        if index is None or pool is None:
+        if index is None or pool is None or not pool.can_hold(run):
             return False
         match = index.match(run.keys[begin:], self._members.cluster().nodes)
         positions: list[int] = []

@@ -274,6 +274,7 @@ class Members:
                 num_free=beat.pool.free,
                 num_ready=beat.pool.ready,
                 num_transfers=beat.queued_transfers,
+                slot_bytes=beat.slot_bytes or None,
             )
             for node, (beat, _) in self._nodes.items()
             if beat.state is MemberState.SERVING and beat.pool is not None

@@ -115,7 +115,7 @@ class KvTierConfig(CommonConfig, frozen=True, kw_only=True, forbid_unknown_field
         ),
     ] = 0.1
     copy_give_up_s: Annotated[
-        float, Meta(description="How long these may wait for a moment in which no request waits for a pull.", gt=0)
+        float, Meta(description="How long these may wait for a moment in which no pull waits for its turn.", gt=0)
     ] = 10.0
     trim_every_s: Annotated[
         float, Meta(description="How often a pool under pressure asks which of its chunks others hold too.", gt=0)

@@ -1,8 +1,8 @@
 """Bringing chunks here that no request waits for: replicas, and what is likely to be asked for soon.
 
-Requests come first. A batch begins only while no request waits for a pull, it is small, and one is on its way at a
-time; what can't begin for some seconds is given up. What comes takes free slots, else those of the chunks that are
-worth least here, and of all slots no more than a share holds chunks that were brought and have not been used.
+Requests come first. A batch begins only while no pull for a request waits for its turn, it is small, and one is on its
+way at a time; what can't begin for some seconds is given up. What comes takes free slots, else those of the chunks that
+are worth least here, and of all slots no more than a share holds chunks that were brought and have not been used.
 """
 
 import asyncio
@@ -115,7 +115,7 @@ class Copier:
                 self._news.clear()
                 await self._news.wait()
                 continue
-            if self._puller.num_flights and time.monotonic() < self._queue[0].until_s:
+            if self._puller.has_line and time.monotonic() < self._queue[0].until_s:
                 await asyncio.sleep(_LOOK_S)
                 continue
             if batch := self._next_batch():

@@ -84,6 +84,11 @@ class Puller:
         """Chunks on their way or in line."""
         return len(self._flights)
 
+    @property
+    def has_line(self) -> bool:
+        """Whether one more pull would have to wait for its turn."""
+        return self._running.locked()
+
     def is_coming(self, key: ChunkKey) -> bool:
         return key in self._flights
 
@@ -174,7 +179,7 @@ class Puller:
         """One batch from one source; what it can't give goes on to the next."""
         request = flights[0].request
         try:
-            # What nobody waits for takes nobody's turn: it is little at a time, and begins only when nobody else does.
+            # What nobody waits for takes nobody's turn: it is little at a time, and begins where nobody has to wait.
             turn = contextlib.nullcontext() if request.unasked else self._running
             async with asyncio.timeout((request.deadline_ns - time.time_ns()) / 1e9), turn:
                 await self._timed_fetch(source, flights, request)

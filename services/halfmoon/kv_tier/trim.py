@@ -43,9 +43,11 @@ class Trimmer:
         self._events: Decoder[ChunkEvent] = Decoder(ChunkEvent)
         self._members: Decoder[MemberEvent] = Decoder(MemberEvent)
         self._subscriptions: list[Subscription] = []
+        self._is_asking = False
         self._doubted: set[ChunkKey] = set()
-        """What others have let go since the question was asked that is being answered."""
+        """What others have let go while a conductor answers."""
         self._is_lost = False
+        """Whether that may be anything."""
 
     async def open(self) -> None:
         for subject, hear in ((subjects.EVICT_ALL, self._on_evict), (subjects.MEMBER_EVENTS, self._on_member)):
@@ -74,6 +76,7 @@ class Trimmer:
             return
         self._doubted.clear()
         self._is_lost = False
+        self._is_asking = True
         try:
             answer = await call(
                 self._bus, subjects.SURPLUS, AskSurplus(node=self._node, keys=keys), Surplus, timeout_s=_TIMEOUT_S
@@ -83,14 +86,18 @@ class Trimmer:
             self._log.debug("no answer about copies elsewhere", error=str(error))
             evictor.set_surplus(())
             return
+        finally:
+            self._is_asking = False
         evictor.set_surplus(() if self._is_lost else (key for key in answer.keys if key not in self._doubted))
 
     async def _on_evict(self, message: BusMessage) -> None:
-        if message.subject == subjects.evict(self._node):
+        is_of_use = self._is_asking or self._store.evictor.num_surplus > 0
+        if not is_of_use or message.subject == subjects.evict(self._node):
             return
         event = self._decoded(self._events, message)
         if isinstance(event, ChunkEvicted):
-            self._doubted.update(event.keys)
+            if self._is_asking:
+                self._doubted.update(event.keys)
             self._store.evictor.doubt_surplus(event.keys)
         else:
             self._doubt_all()

@@ -40,6 +40,11 @@ class Pool:
     num_ready: int
     """Slots with chunks that nobody reads now."""
     num_transfers: int = 0
+    slot_bytes: int | None = None
+    """Of a chunk, at most. None: not known."""
+
+    def can_hold(self, run: "Run") -> bool:
+        return self.slot_bytes is None or run.num_bytes <= self.slot_bytes
 
     @property
     def room(self) -> int:
@@ -170,7 +175,9 @@ class ReplicaPlanner:
         able = [
             pools[node]
             for node in before - held[first]
-            if pools[node].room > 0 and self._account(node, now_s).fill(self.bytes_per_s, now_s) > 0
+            if pools[node].room > 0
+            and pools[node].can_hold(run)
+            and self._account(node, now_s).fill(self.bytes_per_s, now_s) > 0
         ]
         if not able:
             return None
