@@ -28,6 +28,8 @@ FIRST_LATENCY_S = 0.002
 QUADRATIC_AT_TOKENS = 8_192
 """Length at which attention may well cost a quarter of all else: how much freedom the quadratic term has at first."""
 _ALL = "all links"
+_LONG = 64
+"""Characters of a fingerprint, which is shown by its first few."""
 
 Key = tuple[str, ...]
 
@@ -203,7 +205,7 @@ class Fitted(Estimates):
         kinds = (("prefill", self._prefill), ("tbt", self._tbt), ("pull", self._pull), ("ssd", self._ssd))
         for kind, ladder in kinds:
             for key, model in ladder.items():
-                subject = ("→" if kind == "pull" else " ").join(key)
+                subject = ("→" if kind == "pull" else " ").join(part if len(part) < _LONG else part[:8] for part in key)
                 yield Fit(kind, subject, model.coefficients, model.num_samples, model.error)
 
     def _prefill_model(self, worker: WorkerLoad) -> tuple[float, ...] | None:
