@@ -19,7 +19,7 @@ from typing import Any
 
 from rich.console import Console
 
-from benchmarks import index, overlap, system, transport_bandwidth, transport_page
+from benchmarks import index, overlap, ssd, system, transport_bandwidth, transport_page
 
 PAGE = Path(__file__).parents[1] / "docs" / "benchmarks.md"
 AIMS = {
@@ -46,6 +46,7 @@ def page(
     bandwidths: transport_bandwidth.Figures,
     overlaps: Sequence[overlap.Overlap],
     indexes: index.Figures,
+    disks: ssd.Figures,
 ) -> str:
     lines = [
         "# Benchmarks",
@@ -110,6 +111,8 @@ def page(
         *overlap.section(overlaps),
         "",
         *index.section(indexes),
+        "",
+        *ssd.section(disks),
     ]
     return "\n".join(lines) + "\n"
 
@@ -119,6 +122,7 @@ def measure_alone(name: str, console: Console) -> None:
     sections: dict[str, tuple[str, Callable[[], list[str]]]] = {
         "transports": (transport_page.HEADING, lambda: transport_page.section(transport_bandwidth.run())),
         "index": (index.HEADING, lambda: index.section(index.run())),
+        "ssd": (ssd.HEADING, lambda: ssd.section(ssd.run())),
         "overlap": (overlap.HEADING, lambda: overlap.section(overlap.measure())),
     }
     if name not in sections:
@@ -156,7 +160,9 @@ def main() -> None:
         overlaps = overlap.measure()
         status.update("the chunk index")
         indexes = index.run()
-    text = page(engines, figures, bandwidths, overlaps, indexes)
+        status.update("the disk")
+        disks = ssd.run()
+    text = page(engines, figures, bandwidths, overlaps, indexes, disks)
     PAGE.write_text(text)
     console.print(text, markup=False, highlight=False)
 

@@ -116,49 +116,55 @@ class SsdDirectory:
     def scan(self, max_age_s: float | None, log: structlog.stdlib.BoundLogger) -> Scan:
         """Look at every file's header; what can't be served is removed, and counted. Raises OSError."""
         result = Scan()
-        for path in self._files():
-            if path.name.endswith(_UNFINISHED):
+        for folder, name in self._files():
+            path = f"{folder}/{name}"
+            if name.endswith(_UNFINISHED):
                 result.num_unfinished += 1
-                path.unlink(missing_ok=True)
+                _discard(path)
                 continue
             try:
-                result.found.append(self._checked(path, max_age_s))
+                result.found.append(self._checked(path, name, max_age_s))
             except FileNotFoundError:
                 continue
             except BadFile as error:
-                log.warning("a file of the SSD tier is removed", file=path.name, reason=error.reason, detail=str(error))
+                log.warning("a file of the SSD tier is removed", file=name, reason=error.reason, detail=str(error))
                 result.removed[error.reason] += 1
                 _discard(path)
             except OSError as error:
-                log.warning("a file of the SSD tier can't be read", file=path.name, error=error.strerror)
+                log.warning("a file of the SSD tier can't be read", file=name, error=error.strerror)
                 result.num_unreadable += 1
         return result
 
-    def _files(self) -> Iterator[Path]:
-        for folder in sorted(self._chunks.iterdir()):
-            if folder.is_dir() and not folder.is_symlink():
-                yield from folder.iterdir()
+    def _files(self) -> Iterator[tuple[str, str]]:
+        """Folder and name of whatever lies where chunks' files do."""
+        with os.scandir(self._chunks) as entries:
+            folders = sorted(entries, key=lambda entry: entry.name)
+        for folder in folders:
+            if folder.is_dir(follow_symlinks=False):
+                yield from ((folder.path, name) for name in os.listdir(folder.path))
             else:
-                yield folder
+                yield str(self._chunks), folder.name
 
-    def _checked(self, path: Path, max_age_s: float | None) -> FileBody:
-        key = _key_of(path.name)
-        if key is None or path != self.path_of(key) or path.is_symlink() or not path.is_file():
+    def _checked(self, path: str, name: str, max_age_s: float | None) -> FileBody:
+        key = _key_of(name)
+        if key is None or not path.endswith(f"/chunks/{name[:2]}/{name}"):
             raise BadFile(BadReason.FOREIGN, "it isn't named as a chunk's file is")
-        body = read_body(path, key)
+        body, written_s = read_body(path, key)
         if body.meta.num_bytes > self._slot_bytes:
             raise BadFile(BadReason.FOREIGN, f"its {body.meta.num_bytes} bytes don't fit slots of {self._slot_bytes}")
-        if max_age_s is not None and path.stat().st_mtime < time.time() - max_age_s:
+        if max_age_s is not None and written_s < time.time() - max_age_s:
             raise BadFile(BadReason.OLD, f"it was written more than {max_age_s:g} s ago")
         return body
 
 
-def _discard(path: Path) -> None:
+def _discard(path: str) -> None:
     """Whatever it is. Raises OSError."""
-    if path.is_dir() and not path.is_symlink():
+    try:
+        os.unlink(path)
+    except FileNotFoundError:
+        return
+    except (IsADirectoryError, PermissionError):
         shutil.rmtree(path)
-    else:
-        path.unlink(missing_ok=True)
 
 
 def _key_of(name: str) -> ChunkKey | None:

@@ -11,6 +11,7 @@ length or the wrong checksum.
 import errno
 import mmap
 import os
+import stat
 import struct
 from collections.abc import Callable, Sequence
 from enum import StrEnum
@@ -148,12 +149,20 @@ def read_file(path: Path, key: ChunkKey, padded: memoryview, *, direct: bool) ->
     return body
 
 
-def read_body(path: Path, key: ChunkKey) -> FileBody:
-    """The header alone. Raises as `read_file`."""
-    fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+def read_body(path: str, key: ChunkKey) -> tuple[FileBody, float]:
+    """The header alone, and when the file was written (Unix time). Raises as `read_file`."""
     try:
+        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError as error:
+        if error.errno != errno.ELOOP:
+            raise
+        raise BadFile(BadReason.FOREIGN, "it is a link") from None
+    try:
+        stats = os.fstat(fd)
+        if not stat.S_ISREG(stats.st_mode):
+            raise BadFile(BadReason.FOREIGN, "it is no file")
         os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_RANDOM)
-        return parse_header(os.pread(fd, HEADER_BYTES, 0), key, os.fstat(fd).st_size)
+        return parse_header(os.pread(fd, HEADER_BYTES, 0), key, stats.st_size), stats.st_mtime
     finally:
         os.close(fd)
 
