@@ -22,7 +22,7 @@ from support.model import small_model
 from support.prompts import random_tokens
 from support.wait import until
 
-pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(300)]
 
 KV_TOKENS = 1024
 LONG = random_tokens(2 * CHUNK_TOKENS + 9, seed=1)

@@ -13,7 +13,7 @@ from support.model import small_model
 from support.prompts import lengths, random_tokens
 from support.reference import greedy
 
-pytestmark = [pytest.mark.model, pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.model, pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(300)]
 
 MAX_TOKENS = 6
 PROMPTS = {count: random_tokens(count, seed=4000 + count) for count in lengths(CHUNK_TOKENS)}

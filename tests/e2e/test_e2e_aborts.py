@@ -26,7 +26,7 @@ from halfmoon.schemas.requests import RequestSubmitted, Sampling
 from support.system import System, free_port
 from support.wait import until_awaited
 
-pytestmark = pytest.mark.timeout(240)
+pytestmark = pytest.mark.timeout(300)
 
 MODEL = "SmolLM2-135M-Instruct"
 NUM_ABORTS = 1000

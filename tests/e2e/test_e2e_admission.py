@@ -13,7 +13,7 @@ import pytest
 from support.system import System
 from support.wait import until_awaited
 
-pytestmark = pytest.mark.timeout(150)
+pytestmark = pytest.mark.timeout(300)
 
 MODEL = "SmolLM2-135M-Instruct"
 TOKENS_PER_S = 500

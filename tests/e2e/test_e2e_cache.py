@@ -14,7 +14,7 @@ from halfmoon.cli.app import app
 from support.system import System
 from support.wait import until_blocking
 
-pytestmark = [pytest.mark.timeout(180), pytest.mark.model]
+pytestmark = [pytest.mark.timeout(300), pytest.mark.model]
 
 MODEL = "SmolLM2-135M-Instruct"
 SHARED = "The keeper of the light wrote the weather down every evening, and the wind, and who had passed. " * 8

@@ -28,7 +28,7 @@ from support.kv_tier_process import KvTierProcess
 from support.nats import NatsServer
 from support.registry import RunningRegistry, eventually
 
-pytestmark = [pytest.mark.nats, pytest.mark.etcd, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.nats, pytest.mark.etcd, pytest.mark.timeout(300)]
 
 PINNED = ChunkKey(b"pinned and never asked for......")
 PROMPT = tuple(range(1, 70))

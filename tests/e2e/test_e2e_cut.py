@@ -30,7 +30,7 @@ from support.pool_nodes import CHUNK_BYTES, REQUEST, content_of, wanted_of, writ
 from support.system import System, free_port
 from support.wait import until_awaited
 
-pytestmark = [pytest.mark.timeout(150), pytest.mark.nats]
+pytestmark = [pytest.mark.timeout(300), pytest.mark.nats]
 
 NAMES = ("a", "b", "c", "d")
 NUM_SLOTS = 8

@@ -13,7 +13,7 @@ from support.kv_tier_process import KvTierProcess
 from support.system import System, clean_environ
 from support.wait import until_blocking
 
-pytestmark = pytest.mark.timeout(150)
+pytestmark = pytest.mark.timeout(300)
 
 SIM = ("--engine=sim", "--arena-mib=16", "--chunk-tokens=64")
 

@@ -10,7 +10,7 @@ from support.prompts import lengths, random_tokens
 from support.reference import greedy
 from support.system import System
 
-pytestmark = [pytest.mark.timeout(180), pytest.mark.model]
+pytestmark = [pytest.mark.timeout(300), pytest.mark.model]
 
 CHUNK_TOKENS = 64
 MAX_TOKENS = 6

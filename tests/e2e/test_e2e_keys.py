@@ -17,7 +17,7 @@ from support.halves import halves
 from support.system import System
 from support.wait import until_awaited
 
-pytestmark = [pytest.mark.timeout(120), pytest.mark.model]
+pytestmark = [pytest.mark.timeout(300), pytest.mark.model]
 
 MODEL = "SmolLM2-135M-Instruct"
 CHUNK_TOKENS = 64

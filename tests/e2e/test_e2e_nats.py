@@ -20,7 +20,7 @@ from support.prompts import random_tokens
 from support.reference import greedy
 from support.system import System
 
-pytestmark = [pytest.mark.timeout(120), pytest.mark.model]
+pytestmark = [pytest.mark.timeout(300), pytest.mark.model]
 
 MODEL = "SmolLM2-135M-Instruct"
 EXAMPLE = Path(__file__).parents[2] / "examples" / "publish.py"

@@ -12,7 +12,7 @@ from halfmoon.bus.protocol import BusMessage
 from halfmoon.schemas import subjects
 from support.system import System
 
-pytestmark = [pytest.mark.timeout(120), pytest.mark.model]
+pytestmark = [pytest.mark.timeout(300), pytest.mark.model]
 
 MODEL = "SmolLM2-135M-Instruct"
 QUESTION: Any = [{"role": "user", "content": "Name three colours, and say hello with an emoji 🌙👋🏽."}]

@@ -10,7 +10,7 @@ from support.halves import halves
 from support.handover import handover_of
 from support.system import System
 
-pytestmark = [pytest.mark.timeout(150), pytest.mark.model]
+pytestmark = [pytest.mark.timeout(300), pytest.mark.model]
 
 CHUNK_TOKENS = 256
 PROMPT_TOKENS = 1500

@@ -9,7 +9,7 @@ from support.halves import halves
 from support.prompts import random_tokens
 from support.system import System
 
-pytestmark = [pytest.mark.timeout(120), pytest.mark.model]
+pytestmark = [pytest.mark.timeout(300), pytest.mark.model]
 
 CHUNK_TOKENS = 64
 

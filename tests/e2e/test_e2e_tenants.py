@@ -9,7 +9,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from support.system import System
 from support.wait import until
 
-pytestmark = [pytest.mark.timeout(120), pytest.mark.model]
+pytestmark = [pytest.mark.timeout(300), pytest.mark.model]
 
 MODEL = "SmolLM2-135M-Instruct"
 PROMPT = "The tide comes and the tide goes, and the moon looks on. " * 12

@@ -11,7 +11,7 @@ from support.prompts import random_tokens
 from support.system import System
 from support.wait import until_awaited
 
-pytestmark = pytest.mark.timeout(150)
+pytestmark = pytest.mark.timeout(300)
 
 CHUNK_TOKENS = 64
 EVERYTHING_GOES_DOWN = {

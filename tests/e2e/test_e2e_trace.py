@@ -14,7 +14,7 @@ from support.otlp import Collector
 from support.system import System, clean_environ
 from support.wait import until_blocking
 
-pytestmark = [pytest.mark.timeout(120), pytest.mark.model]
+pytestmark = [pytest.mark.timeout(300), pytest.mark.model]
 
 MODEL = "SmolLM2-135M-Instruct"
 EXPECTED = {

@@ -24,7 +24,7 @@ from support.faults import Faults, processes_of
 from support.system import System, clean_environ, free_port
 from support.wait import until_blocking
 
-pytestmark = pytest.mark.timeout(150)
+pytestmark = pytest.mark.timeout(300)
 
 MODEL = "SmolLM2-135M-Instruct"
 SIM = ("--engine=sim", "--arena-mib=16", "--chunk-tokens=64")

@@ -14,7 +14,7 @@ from halfmoon.models import ModelFolder
 from halfmoon.models.fingerprint import fingerprint
 
 _SCRIPT = Path(__file__).with_name("reference_generate.py")
-_TIMEOUT_S = 150.0
+_TIMEOUT_S = 280.0
 
 
 def greedy(model: Path, prompts: list[list[int]], max_tokens: int) -> list[list[int]]:

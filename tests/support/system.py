@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Self
 
-START_TIMEOUT_S = 120.0
+START_TIMEOUT_S = 200.0
 STOP_TIMEOUT_S = 60.0
 
 
