@@ -147,9 +147,10 @@ def section(figures: Figures) -> list[str]:
         "Aims: at least 100,000 lookups/s and at most 150 bytes a chunk. Dynamo's figure holds the way from "
         "Python to its thread and back, so it says little about the tree inside, which its router uses from "
         "Rust; its answer counts each worker's blocks, halfmoon's names the holders of each chunk. Its "
-        "entries are named by 64-bit hashes, halfmoon's by whole 32-byte keys. Most of a lookup in halfmoon "
-        "is waiting for memory (24 keys are 24 places in a table of 40 MB): with 10,000 chunks instead of a "
-        "million it is three times as fast, and a machine whose other cores are busy with memory shows less. "
+        "entries are named by 64-bit hashes, halfmoon's by whole 32-byte keys. In halfmoon, chunks that follow one "
+        "another are kept in runs: a prompt is looked up in as many places of a table of 40 MB as its chunks have "
+        "runs, here one, and compared with the keys that lie there; it would be 24 places if no chunk had a "
+        "neighbour. Memory is what it waits for, so a machine whose other cores are busy shows less. "
         f"Huge pages: the process was started with `GLIBC_TUNABLES={HUGE_PAGES}`.",
         *([] if figures.skipped is None else ["", f"Not measured: {_DYNAMO}, {figures.skipped}."]),
     ]
