@@ -1,11 +1,12 @@
 """Carries out the registry's standing orders at one node: pins and flushes.
 
-at start    ask the registry for all of them ──→ only then may what survived on the SSD be found
+at start    ask the registry for all of them ──→ only then is what survived on the SSD attached to the store
 later       the registry tells (`flush`, `pin`, `unpin`), in the order of their numbers
 after a gap, or when told `catch_up`: ask again for what has been missed
 """
 
 import asyncio
+from collections import Counter, defaultdict
 from pathlib import Path
 
 import structlog
@@ -15,9 +16,11 @@ from halfmoon.bus.errors import BusError
 from halfmoon.bus.protocol import Bus
 from halfmoon.kv_tier.flushes import flushed_by
 from halfmoon.kv_tier.lower_tier import LowerTier
+from halfmoon.kv_tier.slots import Slot
 from halfmoon.kv_tier.store import ChunkStore
 from halfmoon.schemas import subjects
 from halfmoon.schemas.chunks import EvictReason, Tier
+from halfmoon.schemas.ids import ChunkKey
 from halfmoon.schemas.kv_tier import (
     CatchUp,
     ChunksFlushed,
@@ -34,6 +37,8 @@ from halfmoon.schemas.registry import Orders, StandingOrders
 _ASK_TIMEOUT_S = 5.0
 _FIRST_RETRY_S = 0.25
 _MAX_RETRY_S = 2.0
+_SETTLE_S = 2.0
+_STEP_CHUNKS = 256
 
 
 class OrderKeeper:
@@ -63,21 +68,23 @@ class OrderKeeper:
             await self._wake.wait()
             self._wake.clear()
             try:
-                await self._catch_up()
-                retry_s = _FIRST_RETRY_S
+                is_current = await self._catch_up()
             except BusError as error:
                 if retry_s == _FIRST_RETRY_S:
                     waits = "pins wait" if self._has_looked else "pins and the SSD's content wait"
                     self._log.warning(f"standing orders not known yet: {waits}", error=str(error))
-                self._wake.set()
-                await asyncio.sleep(retry_s)
-                retry_s = min(2 * retry_s, _MAX_RETRY_S)
+                is_current = False
+            if is_current:
+                retry_s = _FIRST_RETRY_S
+                continue
+            self._wake.set()
+            await asyncio.sleep(retry_s)
+            retry_s = min(2 * retry_s, _MAX_RETRY_S)
 
     async def flush(self, request: FlushChunks, envelope: Envelope) -> ChunksFlushed:
         self._store.pins.remove(request.unpin)
-        flushed = self._flush(request.order, is_late=False)
-        if self._lower is not None:
-            await self._lower.ssd.settled()
+        flushed = await self._flush(request.order, is_late=False)
+        await self._files_are_gone()
         self._reached(request.order.seq)
         return flushed
 
@@ -95,23 +102,22 @@ class OrderKeeper:
         self._wake.set()
         return Done()
 
-    async def _catch_up(self) -> None:
-        """An SSD's content is from before this life: it's looked through by all flushes that stand."""
+    async def _catch_up(self) -> bool:
+        """False where the answer is older than what has been told here meanwhile: it's to be asked for again.
+
+        An SSD's content is from before this life: it's looked through by all flushes that stand.
+        """
         is_first = not self._has_looked
-        after = 0 if is_first else self.seq
-        told = await call(
-            self._bus, subjects.registry("orders"), Orders(after=after), StandingOrders, timeout_s=_ASK_TIMEOUT_S
-        )
-        if told.seq < self.seq:
-            self._wake.set()
-            await asyncio.sleep(_FIRST_RETRY_S)
-            return
-        known_seq = await asyncio.to_thread(_read_seq, self._note) if is_first else 0
+        noted_seq = await asyncio.to_thread(_read_seq, self._note) if is_first else 0
+        ask = Orders(after=0 if is_first else self.seq)
+        told = await call(self._bus, subjects.registry("orders"), ask, StandingOrders, timeout_s=_ASK_TIMEOUT_S)
         for order in told.flushes:
-            if not (order.is_merged and order.seq <= known_seq) and (is_first or order.seq > self.seq):
-                flushed = self._flush(order, is_late=True)
+            if not (order.is_merged and order.seq <= noted_seq) and (is_first or order.seq > self.seq):
+                flushed = await self._flush(order, is_late=True)
                 if num_chunks := sum(each.num_chunks for each in flushed.tiers):
                     self._log.info("made up for a missed flush", seq=order.seq, num_chunks=num_chunks)
+        if told.seq < self.seq:
+            return False
         self._store.pins.replace([pin.key for pin in told.pins])
         self.seq = told.seq
         if not self._has_looked and self._lower is not None:
@@ -119,6 +125,7 @@ class OrderKeeper:
             self._store.attach(self._lower)
         self.caught_up.set()
         await self._note_seq()
+        return True
 
     def _reached(self, seq: int) -> None:
         """This order is carried out. Where one before it wasn't, it is asked for."""
@@ -127,31 +134,37 @@ class OrderKeeper:
         elif seq > self.seq:
             self._wake.set()
 
-    def _flush(self, order: FlushOrder, *, is_late: bool) -> ChunksFlushed:
+    async def _flush(self, order: FlushOrder, *, is_late: bool) -> ChunksFlushed:
+        """In steps, so that a large pool goes on serving. From the first on, nothing that is meant comes in."""
         store, ssd = self._store, None if self._lower is None else self._lower.ssd
         store.expire()
-        slots = list(store.ledger.slots.readable())
-        metas = [slot.meta for slot in slots if slot.meta is not None]
-        gone = flushed_by(order, metas if ssd is None else [*metas, *ssd.metas()], is_late=is_late)
         store.flushes.carried_out(order, store.ledger.leases.request_ids())
-        # Files first: what leaves DRAM is announced as gone, and not as lying there still.
-        filed = [] if ssd is None else ssd.remove(gone)
-        slots = [slot for slot in slots if slot.key in gone]
-        flushed = ChunksFlushed(
-            tiers=tuple(
-                TierFlush(tier=tier, num_chunks=len(sizes), num_bytes=sum(sizes))
-                for tier, sizes in (
-                    (Tier.DRAM, [slot.num_bytes for slot in slots]),
-                    (Tier.SSD, [meta.num_bytes for meta in filed]),
-                )
-                if sizes
-            ),
-            num_leased=sum(slot.num_leases > 0 for slot in slots),
-        )
-        # Copies that aren't registered first, so that none of them takes the place of the one that is.
-        store.withdraw(sorted(slots, key=lambda slot: slot.registered), EvictReason.FLUSH)
-        store.tell_flushed(meta.key for meta in filed)
-        return flushed
+        metas = [slot.meta for slot in store.ledger.slots.readable() if slot.meta is not None]
+        metas += [] if ssd is None else ssd.metas()
+        gone = await asyncio.to_thread(flushed_by, order, metas, is_late=is_late)
+        held: defaultdict[ChunkKey | None, list[tuple[Slot, int]]] = defaultdict(list)
+        for slot in store.ledger.slots.readable():
+            held[slot.key].append((slot, slot.generation))
+        num_leased, num_chunks, num_bytes = 0, Counter[Tier](), Counter[Tier]()
+        keys = list(gone)
+        for start in range(0, len(keys), _STEP_CHUNKS):
+            some = keys[start : start + _STEP_CHUNKS]
+            # Files first: what leaves DRAM is announced as gone, and not as lying there still.
+            filed = [] if ssd is None else ssd.remove(some)
+            slots = [slot for key in some for slot, life in held[key] if slot.readable and slot.generation == life]
+            num_leased += sum(slot.num_leases > 0 for slot in slots)
+            for tier, sizes in (
+                (Tier.DRAM, [slot.num_bytes for slot in slots]),
+                (Tier.SSD, [meta.num_bytes for meta in filed]),
+            ):
+                num_chunks[tier] += len(sizes)
+                num_bytes[tier] += sum(sizes)
+            # Copies that aren't registered first, so that none of them takes the place of the one that is.
+            store.withdraw(sorted(slots, key=lambda slot: slot.registered), EvictReason.FLUSH)
+            store.tell_flushed(meta.key for meta in filed)
+            await asyncio.sleep(0)
+        tiers = (TierFlush(tier=each, num_chunks=num_chunks[each], num_bytes=num_bytes[each]) for each in +num_chunks)
+        return ChunksFlushed(tiers=tuple(tiers), num_leased=num_leased)
 
     @property
     def _note(self) -> Path | None:
@@ -159,13 +172,23 @@ class OrderKeeper:
 
     async def _note_seq(self) -> None:
         """Keep the number beside the SSD's files, once those that it means are gone."""
-        if self._lower is None or self._note is None:
+        if self._note is None or not await self._files_are_gone():
             return
-        await self._lower.ssd.settled()
         try:
             await asyncio.to_thread(self._note.write_text, f"{self.seq}\n")
         except OSError as error:
             self._log.warning("the last order's number can't be kept on the SSD", error=error.strerror)
+
+    async def _files_are_gone(self) -> bool:
+        """Wait for it, a while: a disk that hangs keeps its files, and the next life looks through them again."""
+        if self._lower is None:
+            return True
+        try:
+            async with asyncio.timeout(_SETTLE_S):
+                await self._lower.ssd.settled()
+        except TimeoutError:
+            return False
+        return True
 
 
 def _read_seq(note: Path | None) -> int:
