@@ -30,7 +30,7 @@ class Lister:
     def __init__(self, store: ChunkStore) -> None:
         self._store = store
 
-    async def list(self, request: ListChunks, envelope: Envelope) -> ChunkList:
+    async def page(self, request: ListChunks, envelope: Envelope) -> ChunkList:
         if not 1 <= request.limit <= MAX_PAGE:
             raise _refusal(f"limit is from 1 to {MAX_PAGE}, got {request.limit}")
         if request.after is not None and request.order is not ChunkOrder.KEY:

@@ -303,7 +303,7 @@ class KvTier:
         await self._serve("pin", PinChunks, keeper.pin)
         await self._serve("unpin", UnpinChunks, keeper.unpin)
         await self._serve("catch_up", CatchUp, keeper.catch_up)
-        await self._serve("list", ListChunks, Lister(store).list)
+        await self._serve("list", ListChunks, Lister(store).page)
         self._own(keeper.run(), "orders")
         if ssd is not None:
             self._own(_once(keeper.caught_up, ssd.demoter.run()), "demotion")
