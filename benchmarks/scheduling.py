@@ -23,7 +23,7 @@ from halfmoon.scheduling.estimates import Assumed
 from halfmoon.scheduling.index import ChunkIndex
 from halfmoon.scheduling.policies import PolicyName, policy_named
 from halfmoon.schemas.chunks import ChunkMeta, ChunkRegistered
-from halfmoon.schemas.ids import ModelName, NodeId, RequestId, TenantId, TransferId, WorkerId
+from halfmoon.schemas.ids import ChunkKey, ModelName, NodeId, RequestId, TenantId, TransferId, WorkerId
 from halfmoon.schemas.measurements import DecodeSample, PrefillSample
 from halfmoon.schemas.members import HEARTBEAT_INTERVAL_S, MemberState, NodeHeartbeat, WorkerHeartbeat
 from halfmoon.schemas.model import ModelCard
@@ -188,7 +188,7 @@ def filled_index(prompts: Sequence[tuple[int, ...]]) -> ChunkIndex:
         chunk_keys(root, tokens, _CARD.chunk_tokens)[: len(tokens) // _CARD.chunk_tokens // 2] for tokens in prompts
     ]
     num_left = NUM_CHUNKS - sum(map(len, chains))
-    chains += [[draw.randbytes(32) for _ in range(32)] for _ in range(num_left // 32)]
+    chains += [[ChunkKey(draw.randbytes(32)) for _ in range(32)] for _ in range(num_left // 32)]
     for chain in chains:
         chunks = tuple(
             ChunkMeta(
@@ -265,8 +265,8 @@ def run() -> list[Figure]:
         index = filled_index(prompts)
         gc.collect()
         gc.freeze()
-        for policy in (PolicyName.KV_CENTRIC, PolicyName.PREFIX_AFFINITY, PolicyName.LEAST_LOADED):
-            figures.append(measure(policy, prompt_tokens, prompts, index))
+        compared = (PolicyName.KV_CENTRIC, PolicyName.PREFIX_AFFINITY, PolicyName.LEAST_LOADED)
+        figures += [measure(policy, prompt_tokens, prompts, index) for policy in compared]
     return figures
 
 

@@ -75,7 +75,8 @@ def test_forecasts_of_several_conductors_are_weighed_by_their_requests() -> None
     board.hear(conductor("c2", 10, 4.0), 0.0)
     ttft = board.snapshot(0.0).ttft
     assert ttft is not None
-    assert (ttft.num_requests, ttft.predicted_s) == (40, pytest.approx(2.5))
+    assert ttft.num_requests == 40
+    assert ttft.predicted_s == pytest.approx(2.5)
 
 
 def test_the_screen_names_everybody_and_the_json_is_whole() -> None:

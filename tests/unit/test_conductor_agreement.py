@@ -5,6 +5,7 @@ import itertools
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 
 import pytest
 
@@ -23,7 +24,7 @@ NUM_WORKERS = 8
 TOKENS_PER_S = 200.0
 """A prompt of 120 tokens takes 0.6 s, as one of some thousands does on a GPU."""
 STEP_S = 0.01
-NUM_REQUESTS = 1_500
+NUM_REQUESTS = 1_000
 DELAY_S = 0.002
 """On average, from one process to another: several times what a broker takes."""
 USE = 0.8
@@ -57,7 +58,7 @@ class _World:
 
     def __init__(self, num_conductors: int, seed: int) -> None:
         self._draw = random.Random(seed)
-        self._events: list[tuple[float, int, Callable[[float], None]]] = []
+        self._events: list[tuple[float, int, Callable[[float], object]]] = []
         self._numbers = itertools.count()
         self.conductors = [Members() for _ in range(num_conductors)]
         self._policy = policy_named(PolicyName.KV_CENTRIC)
@@ -65,22 +66,19 @@ class _World:
         self._decoding: list[set[RequestId]] = [set() for _ in range(NUM_WORKERS)]
         self.ttfts_s: list[float] = []
 
-    def at(self, when_s: float, what: Callable[[float], None]) -> None:
+    def at(self, when_s: float, what: Callable[[float], object]) -> None:
         heapq.heappush(self._events, (when_s, next(self._numbers), what))
 
     def run(self) -> None:
         for at in range(NUM_WORKERS):
             for role in (Role.PREFILL, Role.DECODE):
-                self.at(
-                    self._draw.uniform(0, HEARTBEAT_INTERVAL_S),
-                    lambda now_s, at=at, role=role: self._beat(at, role, now_s),
-                )
+                self.at(self._draw.uniform(0, HEARTBEAT_INTERVAL_S), partial(self._beat, at, role))
         rate = USE * NUM_WORKERS * TOKENS_PER_S / 120
         now_s = 0.5
         for number in range(NUM_REQUESTS):
             now_s += self._draw.expovariate(rate)
             num_tokens = self._draw.choice([40, 80, 120, 240])
-            self.at(now_s, lambda now_s, number=number, num_tokens=num_tokens: self._place(number, num_tokens, now_s))
+            self.at(now_s, partial(self._place, number, num_tokens))
         self._end_s = now_s
         while self._events:
             when_s, _, what = heapq.heappop(self._events)
@@ -89,7 +87,7 @@ class _World:
     def _tell(self, now_s: float, what: Callable[[Members, float], object], *, but: Members | None = None) -> None:
         for members in self.conductors:
             if members is not but:
-                self.at(now_s + self._draw.uniform(0, 2 * DELAY_S), lambda then_s, to=members: what(to, then_s))
+                self.at(now_s + self._draw.uniform(0, 2 * DELAY_S), partial(what, members))
 
     def _beat(self, at: int, role: Role, now_s: float) -> None:
         left = self._prefills[at].left(now_s) if role is Role.PREFILL else 0
@@ -124,19 +122,30 @@ class _World:
         assert isinstance(candidates, Candidates), candidates
         plan = self._policy.rank(asked, candidates, costs, number)
         prefill, decode = plan.prefills[0].worker, plan.decodes[0].worker
-        common = {
-            "request_id": name,
-            "transfer_id": TransferId(name),
-            "conductor": WorkerId("c"),
-            "model": MODEL,
-            "tenant": TenantId("t"),
-            "root": b"",
-            "tokens": (1,) * num_tokens,
-        }
         decode_half = DecodeHalf(
-            **common, sampling=Sampling(max_tokens=16), seed=1, reply="r", prefill_worker=prefill.worker
+            request_id=name,
+            transfer_id=TransferId(name),
+            conductor=WorkerId("c"),
+            model=MODEL,
+            tenant=TenantId("t"),
+            root=b"",
+            tokens=(1,) * num_tokens,
+            sampling=Sampling(max_tokens=16),
+            seed=1,
+            reply="r",
+            prefill_worker=prefill.worker,
         )
-        prefill_half = PrefillHalf(**common, reuse=(), decode_worker=decode.worker)
+        prefill_half = PrefillHalf(
+            request_id=name,
+            transfer_id=decode_half.transfer_id,
+            conductor=decode_half.conductor,
+            model=MODEL,
+            tenant=decode_half.tenant,
+            root=b"",
+            tokens=decode_half.tokens,
+            reuse=(),
+            decode_worker=decode.worker,
+        )
         mine.sent_decode(decode.worker, decode_half, now_s)
         mine.sent_prefill(prefill.worker, prefill_half, now_s)
         self._tell(now_s, lambda members, then_s: members.sent_decode(decode.worker, decode_half, then_s), but=mine)

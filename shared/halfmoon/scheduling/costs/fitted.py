@@ -147,7 +147,7 @@ class Fitted(Estimates):
     def next_tbts_s(self, workers: Sequence[WorkerLoad], num_tokens: int) -> list[float]:
         known = self._tbt_of
         try:
-            models = [known[worker.worker] for worker in workers]
+            models: list[Any] = [known[worker.worker] for worker in workers]
         except KeyError:
             return super().next_tbts_s(workers, num_tokens)
         if None in models:

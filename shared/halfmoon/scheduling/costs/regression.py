@@ -12,7 +12,6 @@ most: every set of them that may be zero is tried, which is exact). Three things
 
 import itertools
 import math
-import operator
 from collections.abc import Sequence
 
 HUBER_K = 1.345
@@ -27,6 +26,7 @@ _SCALE_STEP = 0.1
 _EACH, _EVERY = 16, 8
 """The first few samples change much, each; later ones little, and solving costs more than noting them."""
 _MIN_SCALE = 0.02
+_SINGULAR = 1e-9
 
 
 class Regression:
@@ -49,7 +49,7 @@ class Regression:
         """Running mean of |predicted - measured| / measured, of each sample before it was learned from."""
 
     def predict(self, features: Sequence[float]) -> float:
-        return sum(map(operator.mul, self.coefficients, features))
+        return sum([each * feature for each, feature in zip(self.coefficients, features, strict=True)])
 
     def observe(self, features: Sequence[float], seconds: float) -> None:
         """Learn from one measurement. What isn't a finite time is ignored."""
@@ -80,7 +80,7 @@ class Regression:
         for count in range(1, size + 1):
             for chosen in itertools.combinations(range(size), count):
                 part = _linear([[a[i][j] for j in chosen] for i in chosen], [b[i] for i in chosen])
-                if min(part) < 0:
+                if part is None or min(part) < 0:
                     continue
                 # At the minimum over these, the objective xᵀax - 2bᵀx is -bᵀx.
                 value = -sum(b[i] * x for i, x in zip(chosen, part, strict=True))
@@ -91,11 +91,14 @@ class Regression:
         return best
 
 
-def _linear(a: list[list[float]], b: list[float]) -> list[float]:
-    """Solve a·x = b for a positive definite `a`, scaled so that features of any size are as good."""
+def _linear(a: list[list[float]], b: list[float]) -> list[float] | None:
+    """Solve a·x = b for a positive definite `a`, scaled so that features of any size are as good. None where the
+    measurements can't tell these features apart."""
     scale = [1 / math.sqrt(a[i][i]) for i in range(len(b))]
     rows = [[a[i][j] * scale[i] * scale[j] for j in range(len(b))] + [b[i] * scale[i]] for i in range(len(b))]
     for i, row in enumerate(rows):
+        if row[i] < _SINGULAR:
+            return None
         for below in rows[i + 1 :]:
             factor = below[i] / row[i]
             for j in range(i, len(row)):
