@@ -54,6 +54,8 @@ async def test_what_is_beyond_a_quota_serves_its_request_and_is_gone(
         assert await answer(pair) == 0
         counts = pair.node_a.service.store.ledger.slots.counts()
         assert (counts.ready, counts.free) == (num_kept, NUM_SLOTS - num_kept)
+        [row] = pair.node_a.service.store.accounts.rows()
+        assert (row.tenant, row.refused) == ("default", 3 - num_kept)
         assert await answer(pair) == num_kept * CHUNK_TOKENS
         assert pair.node_b.service.store.ledger.slots.num_registered <= num_kept
         assert pair.failures == []

@@ -15,6 +15,8 @@ from halfmoon.schemas.probes import Probe, Probed
 from halfmoon.schemas.rdma import RdmaOffer
 from halfmoon.schemas.wire import Error, Message
 
+NOBODY = TenantId("")
+
 
 class NodeInfo(Message, frozen=True, tag="kvtier.node.v1"):
     """How to reach a pool's memory. The answer to `Describe`; stable within an epoch."""
@@ -90,7 +92,7 @@ class Acquire(Message, frozen=True, tag="kvtier.acquire.v1"):
     unasked: bool = False
     """For another pool that makes copies by itself: no request uses the chunks now."""
     tenant: TenantId = TenantId("default")
-    """On whose behalf, for accounting; and `model`."""
+    """On whose behalf, for accounting; and `model`. `NOBODY`: another pool asks, which keeps the account itself."""
     model: ModelName = ModelName("")
     direct: bool = False
     """For another pool that will have its own copy: what must come off the SSD for it isn't kept in memory here."""
@@ -258,6 +260,8 @@ class TenantUse(Message, frozen=True):
     misses: int = 0
     evictions: int = 0
     """Of its chunks."""
+    refused: int = 0
+    """New chunks of its that weren't kept: it has its quota, and all of it in use."""
     hit_tokens: int = 0
 
 

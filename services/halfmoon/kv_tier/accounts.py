@@ -9,10 +9,10 @@ from prometheus_client.registry import Collector
 from halfmoon.kv_tier.quotas import Held, TierBook
 from halfmoon.schemas.chunks import ChunkMeta, Tier
 from halfmoon.schemas.ids import ModelName, TenantId
-from halfmoon.schemas.kv_tier import Acquire, AcquiredChunk, TenantUse
+from halfmoon.schemas.kv_tier import NOBODY, Acquire, AcquiredChunk, TenantUse
 from halfmoon.tracing.tenants import OTHER, TenantCollector, TenantCounts, biggest
 
-_HIT, _MISS, _EVICTED = "hit", "miss", "evicted"
+_HIT, _MISS, _EVICTED, _REFUSED = "hit", "miss", "evicted", "refused"
 _HIT_TOKENS, _MISS_TOKENS = "hit tokens", "miss tokens"
 
 
@@ -25,6 +25,8 @@ class Accounts:
 
     def asked(self, request: Acquire, chunks: Sequence[AcquiredChunk]) -> None:
         """These chunks were asked for on a tenant's behalf, and this is what became of them."""
+        if request.tenant == NOBODY:
+            return
         amounts = {_HIT: 0, _MISS: 0, _HIT_TOKENS: 0, _MISS_TOKENS: 0}
         for wanted, chunk in zip(request.chunks, chunks, strict=True):
             is_miss = chunk.slot is None
@@ -35,6 +37,10 @@ class Accounts:
     def evicted(self, meta: ChunkMeta) -> None:
         """A chunk is gone from the node."""
         self._counts.add(meta.tenant, meta.model, {_EVICTED: 1})
+
+    def refused(self, meta: ChunkMeta) -> None:
+        """A new chunk wasn't kept: its tenant has its quota, and all of it in use."""
+        self._counts.add(meta.tenant, meta.model, {_REFUSED: 1})
 
     def held(self) -> dict[tuple[TenantId, ModelName, Tier], Held]:
         """By tenant (the biggest holders, and `other`), model and tier. May be called from another thread."""
@@ -65,6 +71,7 @@ class Accounts:
                 hits=sums.get((tenant, model, _HIT), 0),
                 misses=sums.get((tenant, model, _MISS), 0),
                 evictions=sums.get((tenant, model, _EVICTED), 0),
+                refused=sums.get((tenant, model, _REFUSED), 0),
                 hit_tokens=sums.get((tenant, model, _HIT_TOKENS), 0),
             )
             for tenant, model in names
@@ -76,9 +83,9 @@ class Accounts:
         yield HeldCollector(self)
         yield TenantCollector(
             "kvtier_tenant_chunks",
-            "Chunks asked for and evicted, by tenant and model.",
+            "Chunks asked for, evicted, and not kept because of a quota, by tenant and model.",
             self._counts,
-            {_HIT: _HIT, _MISS: _MISS, _EVICTED: _EVICTED},
+            {kind: kind for kind in (_HIT, _MISS, _EVICTED, _REFUSED)},
         )
         yield TenantCollector(
             "kvtier_tenant_tokens",

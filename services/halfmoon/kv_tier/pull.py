@@ -28,7 +28,7 @@ from halfmoon.kv_tier.policy import next_source
 from halfmoon.kv_tier.store import ChunkStore
 from halfmoon.schemas.chunks import ChunkOutcome
 from halfmoon.schemas.ids import ChunkKey, LeaseId, NodeId, WorkerId, new_lease_id
-from halfmoon.schemas.kv_tier import Acquire, Acquired, AcquiredChunk, ChunkSource, NodeInfo, WantedChunk
+from halfmoon.schemas.kv_tier import NOBODY, Acquire, Acquired, AcquiredChunk, ChunkSource, NodeInfo, WantedChunk
 from halfmoon.tasks import ended
 from halfmoon.tracing import Tracer
 from halfmoon.transport.choice import Paths
@@ -218,6 +218,7 @@ class Puller:
                 lease_s=max(left_s, 0.0) + 1.0,
                 unasked=request.unasked,
                 direct=all(any(each.keep for each in flight.waiting) for flight in flights),
+                tenant=NOBODY,
             ),
             request.deadline_ns,
             request.context,

@@ -124,6 +124,11 @@ class SlotTable:
         number = self._index.get(key)
         return None if number is None else self._slots[number]
 
+    def is_registered(self, key: ChunkKey) -> bool:
+        """Whether one of its copies here is announced."""
+        slot = self.find(key)
+        return slot is not None and slot.registered
+
     def ready(self) -> Iterator[Slot]:
         """Those that eviction may take, the longest unused first."""
         return (self._slots[number] for number in self._ready)

@@ -124,6 +124,8 @@ class ChunkStore:
             slot.traceparent = traceparent
             if chunk.slot in stale and not slot.registered:
                 self.ledger.slots.withdraw(slot)
+            elif chunk.register and not self.ledger.slots.is_registered(chunk.meta.key):
+                self.accounts.refused(chunk.meta)
         if registered:
             self._registered(registered, None if lease is None else lease.request_id)
             if self.lower is not None and lease is not None:
