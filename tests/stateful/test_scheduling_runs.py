@@ -72,7 +72,7 @@ class Runs(RuleBasedStateMachine):
         assert {key: self.runs.get(key, None) for key in self.runs} == self.plain
 
 
-Runs.TestCase.settings = settings(max_examples=60, stateful_step_count=30)
+Runs.TestCase.settings = settings(max_examples=40, stateful_step_count=20)
 TestRuns = Runs.TestCase
 
 
