@@ -1,7 +1,7 @@
 """Copies by demand: never more than the bound, apart where that can be, where there is room, and no storms."""
 
 from collections.abc import Mapping, Sequence
-from itertools import pairwise
+from itertools import pairwise, takewhile
 
 import pytest
 from hypothesis import given, settings
@@ -57,7 +57,11 @@ class Cluster:
 
     def orders(self, pinned: Sequence[Run] = ()) -> list[Order]:
         return self.planner.orders(
-            lambda key: frozenset(self.held.get(key, ())), self.pools, self.labels, self.now_s, pinned
+            lambda keys: list(takewhile(bool, (frozenset(self.held.get(key, ())) for key in keys))),
+            self.pools,
+            self.labels,
+            self.now_s,
+            pinned,
         )
 
     def carry_out(self, orders: Sequence[Order]) -> None:
@@ -71,10 +75,10 @@ def test_demand_halves_with_each_half_life_and_forgets_what_is_unused_longest() 
     demand = Demand(10.0, max_chunks=3)
     assert demand.use([key(1), key(2)], 0.0) == [1.0, 1.0]
     assert demand.use([key(1)], 10.0) == [1.5]
-    assert demand.uses(key(1), 20.0) == pytest.approx(0.75)
-    assert demand.uses(key(1), 5.0) == pytest.approx(0.75), "a clock that goes back stands still"
+    assert demand.uses([key(1)], 20.0)[0] == pytest.approx(0.75)
+    assert demand.uses([key(1)], 5.0)[0] == pytest.approx(0.75), "a clock that goes back stands still"
     demand.use([key(3), key(4)], 20.0)
-    assert [demand.uses(key(number), 20.0) > 0 for number in (1, 2, 3, 4)] == [True, False, True, True]
+    assert [demand.uses([key(number)], 20.0)[0] > 0 for number in (1, 2, 3, 4)] == [True, False, True, True]
 
 
 @given(st.lists(st.tuples(st.integers(0, 8), st.floats(0, 100)), max_size=30))
@@ -84,7 +88,7 @@ def test_along_a_prefix_the_counts_never_rise(prompts: list[tuple[int, float]]) 
     for length, pause_s in prompts:
         now_s += pause_s
         demand.use([key(number) for number in range(length)], now_s)
-    uses = [demand.uses(key(number), now_s) for number in range(8)]
+    uses = demand.uses([key(number) for number in range(8)], now_s)
     assert uses == sorted(uses, reverse=True)
 
 
@@ -261,7 +265,7 @@ def test_whatever_is_used_and_held(
             assert 0 < len(order.positions) <= min(MAX_ORDER_CHUNKS, target.room)
             cluster.carry_out([order])
             for at in order.positions:
-                wanted = cluster.planner.wanted(order.run.keys[at], cluster.now_s)
+                (wanted,) = cluster.planner.wanted([order.run.keys[at]], cluster.now_s)
                 assert len(cluster.held[order.run.keys[at]]) <= wanted <= LIMITS.max_copies
             for each in order.run.keys[: order.positions[-1] + 1]:
                 assert order.destination in cluster.held[each]
@@ -303,8 +307,8 @@ def test_counts_stay_exact_over_any_time() -> None:
     demand = Demand(1.0)
     for at_s in range(0, 1000, 10):
         demand.use([key(1)], float(at_s))
-    assert demand.uses(key(1), 990.0) == pytest.approx(1 / (1 - 2**-10))
-    assert demand.uses(key(1), 991.0) == pytest.approx(0.5 / (1 - 2**-10))
+    assert demand.uses([key(1)], 990.0)[0] == pytest.approx(1 / (1 - 2**-10))
+    assert demand.uses([key(1)], 991.0)[0] == pytest.approx(0.5 / (1 - 2**-10))
     demand.use([key(2)], 1e7)
-    assert demand.uses(key(1), 1e7) == 0.0
-    assert demand.uses(key(2), 1e7) == 1.0
+    assert demand.uses([key(1)], 1e7)[0] == 0.0
+    assert demand.uses([key(2)], 1e7)[0] == 1.0

@@ -157,10 +157,13 @@ class Copies:
             self._pins_due_s = now_s + _PINS_EVERY_S
             pinned += (run for run in self._pinned() if self._decides(run.keys[0], conductors))
 
-        def holders(key: ChunkKey) -> frozenset[NodeId]:
-            return next(iter(index.match((key,), cluster.nodes).holders), frozenset())
-
-        orders = self._planner.orders(holders, self._members.pools(), self._members.places(), now_s, pinned)
+        orders = self._planner.orders(
+            lambda keys: index.match(keys, cluster.nodes).holders,
+            self._members.pools(),
+            self._members.places(),
+            now_s,
+            pinned,
+        )
         of_pins = {id(run) for run in pinned}
         for order in orders:
             self._send(order, Cause.PINNED if id(order.run) in of_pins else Cause.DEMAND, index)
@@ -182,7 +185,7 @@ class Copies:
             match = index.match((key,), cluster.nodes)
             in_dram = frozenset().union(*match.holders).difference(*match.on_ssd)
             if request.node in in_dram and len(in_dram) > 1:
-                wanted = self._planner.wanted(key, now_s, pinned=key in pinned)
+                (wanted,) = self._planner.wanted((key,), now_s, pinned=key in pinned)
                 if request.node in surplus(key, in_dram, wanted, places):
                     going.append(key)
         return Surplus(keys=tuple(going))

@@ -49,9 +49,10 @@ class Demand:
         grown.reverse()
         return grown
 
-    def uses(self, key: ChunkKey, now_s: float) -> float:
-        count = self._counts.get(key)
-        return 0.0 if count is None else count / self._scale(now_s)
+    def uses(self, keys: Sequence[ChunkKey], now_s: float) -> list[float]:
+        """Their counts now."""
+        scale = self._scale(now_s)
+        return [self._counts.get(key, 0.0) / scale for key in keys]
 
     def _scale(self, now_s: float) -> float:
         """What a use weighs now; a clock that goes back stands still."""

@@ -114,20 +114,23 @@ class ReplicaPlanner:
             if len(self._hot) > MAX_RUNS:
                 self._hot.popitem(last=False)
 
-    def wanted(self, key: ChunkKey, now_s: float, *, pinned: bool = False) -> int:
-        """How many copies there should be."""
-        return wanted_copies(self.demand.uses(key, now_s), self.limits, pinned=pinned)
+    def wanted(self, keys: Sequence[ChunkKey], now_s: float, *, pinned: bool = False) -> list[int]:
+        """How many copies there should be of each."""
+        return [wanted_copies(uses, self.limits, pinned=pinned) for uses in self.demand.uses(keys, now_s)]
 
     def orders(
         self,
-        holders: Callable[[ChunkKey], frozenset[NodeId]],
+        holders: Callable[[Sequence[ChunkKey]], Sequence[frozenset[NodeId]]],
         pools: Mapping[NodeId, Pool],
         labels: Labels,
         now_s: float,
         pinned: Sequence[Run] = (),
     ) -> list[Order]:
-        """What is to be brought now, the most wanted first. `pinned`: runs whose chunks are kept in more than one
-        place however rarely they are used."""
+        """What is to be brought now, the most wanted first.
+
+        `holders`: of a run's chunks, up to the first that nobody holds. `pinned`: runs whose chunks are kept in more
+        than one place however rarely they are used.
+        """
         self._settle(pools, now_s)
         orders: list[Order] = []
         runs = [(run, True) for run in pinned] + [(run, False) for run in self._by_demand(now_s)]
@@ -158,16 +161,19 @@ class ReplicaPlanner:
     def _order(
         self,
         run: Run,
-        holders: Callable[[ChunkKey], frozenset[NodeId]],
+        holders: Callable[[Sequence[ChunkKey]], Sequence[frozenset[NodeId]]],
         pools: Mapping[NodeId, Pool],
         labels: Labels,
         now_s: float,
         *,
         is_pinned: bool,
     ) -> Order | None:
-        wanted = [self.wanted(key, now_s, pinned=is_pinned) for key in run.keys]
-        real = [holders(key) for key in run.keys]
-        held = [there.union(self._pending.get(key, ())) for key, there in zip(run.keys, real, strict=True)]
+        wanted = self.wanted(run.keys, now_s, pinned=is_pinned)
+        real = holders(run.keys)
+        held = [
+            there.union(self._pending[key]) if key in self._pending else there
+            for key, there in zip(run.keys, real, strict=False)
+        ]
         first = next((at for at, there in enumerate(held) if len(there) < wanted[at]), None)
         if first is None:
             return None
@@ -190,18 +196,18 @@ class ReplicaPlanner:
 
         chosen = min(able, key=badness)
         positions: list[int] = []
-        for at in range(first, len(run.keys)):
+        for at in range(first, len(held)):
             if len(positions) == min(MAX_ORDER_CHUNKS, chosen.room):
                 break
             if chosen.node in held[at]:
                 continue
-            if len(held[at]) >= wanted[at] or not real[at]:
+            if len(held[at]) >= wanted[at]:
                 break
             positions.append(at)
         return Order(run, tuple(positions), chosen.node) if positions else None
 
     def _by_demand(self, now_s: float) -> list[Run]:
-        return sorted(self._hot.values(), key=lambda run: self.demand.uses(run.keys[0], now_s), reverse=True)
+        return sorted(self._hot.values(), key=lambda run: self.demand.uses(run.keys[:1], now_s), reverse=True)
 
     def _account(self, node: NodeId, now_s: float) -> _Account:
         account = self._accounts.get(node)
