@@ -56,8 +56,6 @@ class _Worker:
     num_beats: int = 0
     sent: dict[RequestId, _Sent] = field(default_factory=dict)
     ended: set[RequestId] = field(default_factory=set)
-    load: WorkerLoad | None = None
-    """As worked out last, until something changes."""
 
     def hear(self, beat: WorkerHeartbeat, now_s: float) -> None:
         shown = {progress.request_id for progress in beat.requests}
@@ -67,22 +65,15 @@ class _Worker:
             if request_id not in shown and now_s - sent.at_s < HEARTBEAT_LAG_S
         }
         self.ended.clear()
-        self.load = None
         self.beat = beat
         self.heard_s = now_s
         self.num_beats += 1
 
-    def shown(self) -> WorkerLoad | None:
-        """Its load, where it takes work."""
-        card = self.beat.card
-        if self.beat.state is not MemberState.SERVING or card is None:
+    def load(self) -> WorkerLoad | None:
+        """None where it takes no work."""
+        beat, card = self.beat, self.beat.card
+        if beat.state is not MemberState.SERVING or card is None:
             return None
-        if self.load is None:
-            self.load = self._load(card)
-        return self.load
-
-    def _load(self, card: ModelCard) -> WorkerLoad:
-        beat = self.beat
         room = max(0, beat.max_requests - beat.num_running)
         return WorkerLoad(
             worker=beat.worker,
@@ -110,6 +101,10 @@ class Members:
         self._nodes: dict[NodeId, tuple[NodeHeartbeat, float]] = {}
         self._models: dict[ModelName, ModelCard] = {}
         self.traffic = Traffic()
+        self._loads: dict[WorkerId, WorkerLoad] = {}
+        """Of those that take work, as worked out last."""
+        self._stale: set[WorkerId] = set()
+        """Whose load has changed since."""
         self._cluster: Cluster | None = None
         """As worked out last, until something changes."""
         self._places: Cluster | None = None
@@ -144,6 +139,7 @@ class Members:
                 self._conductors.pop(heartbeat.worker, None)
                 for node in [node for node, (beat, _) in self._nodes.items() if beat.worker == heartbeat.worker]:
                     self._forget_node(node)
+                self._stale.add(heartbeat.worker)
                 self._cluster = None
                 return heartbeat.worker if self._workers.pop(heartbeat.worker, None) is not None else None
             case _ as unreachable:
@@ -156,6 +152,7 @@ class Members:
 
     def _hear_worker(self, beat: WorkerHeartbeat, now_s: float) -> WorkerId | None:
         beat = self._known_card(beat)
+        self._stale.add(beat.worker)
         self._cluster = None
         if beat.card is not None and beat.state is not MemberState.LOADING:
             self._models[beat.card.name] = beat.card
@@ -184,6 +181,7 @@ class Members:
         lost = [worker for worker, known in self._workers.items() if now_s - known.heard_s > MEMBER_LOST_AFTER_S]
         for worker in lost:
             del self._workers[worker]
+            self._stale.add(worker)
             self._cluster = None
         return lost
 
@@ -293,8 +291,15 @@ class Members:
         if self._cluster is None:
             if self._places is None:
                 self._places = self._look_at_nodes()
-            loads = [known.load or known.shown() for known in self._workers.values()]
-            there = tuple([load for load in loads if load is not None])
+            for worker in sorted(self._stale):
+                known = self._workers.get(worker)
+                load = known.load() if known is not None else None
+                if load is None:
+                    self._loads.pop(worker, None)
+                else:
+                    self._loads[worker] = load
+            self._stale.clear()
+            there = tuple(self._loads.values())
             places = self._places
             self._cluster = Cluster(there, places.nodes, self._models, places.labels, places.transfers)
         return self._cluster
@@ -310,7 +315,7 @@ class Members:
         )
 
     def _changed(self, known: _Worker) -> None:
-        known.load = None
+        self._stale.add(known.beat.worker)
         self._cluster = None
 
     def _known_card(self, beat: WorkerHeartbeat) -> WorkerHeartbeat:

@@ -36,6 +36,8 @@ class WorkerLoad:
     """Share of its batch in use; above 1 where some wait."""
     used: float = field(init=False)
     """Share of its KV in use; 0 where it isn't known how much it has."""
+    fullness: float = field(init=False)
+    """Both in sum."""
 
     def __post_init__(self) -> None:
         # Looked at for every worker in every decision: worked out once.
@@ -43,6 +45,7 @@ class WorkerLoad:
         object.__setattr__(self, "limit_tokens", min(most, self.total_tokens) if self.total_tokens else most)
         object.__setattr__(self, "used", 1 - self.free_tokens / self.total_tokens if self.total_tokens else 0.0)
         object.__setattr__(self, "occupancy", self.num_requests / max(1, self.max_requests))
+        object.__setattr__(self, "fullness", self.occupancy + self.used)
 
 
 @dataclass(frozen=True, slots=True)

@@ -56,7 +56,7 @@ class Decoding:
             away_s = here_s + self._estimates.least_pull_s(num_bytes)
         bounds = [
             num_coming * tbt_s
-            + FULL_BATCH_COST_S * (worker.occupancy + worker.used)
+            + FULL_BATCH_COST_S * worker.fullness
             + (
                 0.0
                 if prefill is None or worker.role is Role.COLOCATED or worker.worker in hot
@@ -82,7 +82,7 @@ class Decoding:
         tbt_s = self._estimates.tbt_s(worker, worker.num_requests + 1, worker.context_tokens + ask.num_tokens)
         return DecodeChoice(
             worker=worker,
-            cost_s=kv_s + room_s + self._num_coming * tbt_s + FULL_BATCH_COST_S * (worker.occupancy + worker.used),
+            cost_s=kv_s + room_s + self._num_coming * tbt_s + FULL_BATCH_COST_S * worker.fullness,
             ttft_s=kv_s + room_s + tbt_s,
             tbt_s=tbt_s,
             num_hot=ask.num_hot(worker.worker),

@@ -69,6 +69,8 @@ class _Prefilling:
         self._num_choices = costs.num_choices
         self._balance = balance
         self._chunk_bytes = card.payload_bytes(card.chunk_tokens)
+        self._least_pull_s = costs.estimates.least_pull_s(len(ask.match) * self._chunk_bytes)
+        """Of the whole prefix, between any two nodes."""
         self._prefix = CachedPrefix(ask.match, self._chunk_bytes, costs.estimates, ask.request_id)
 
     def rank(self, workers: Sequence[WorkerLoad], queues_s: Sequence[float]) -> tuple[PrefillChoice, ...]:
@@ -80,7 +82,7 @@ class _Prefilling:
         else:
             num_most = max(num_best, max(ask.hot.values(), default=0))
             with_s = estimates.prefills_s(workers, ask.num_tokens, self._tokens(num_most))
-            least_s = estimates.least_pull_s(num_best * self._chunk_bytes)
+            least_s = self._least_pull_s
             hot, holders = ask.hot, prefix.holders
             bounds = [
                 queue_s
@@ -103,10 +105,10 @@ class _Prefilling:
         num_reused, num_pulled = held.num_leading, 0
         cost_s = held.read_s + estimates.prefill_s(worker, ask.num_tokens, self._tokens(num_there))
         if self._balance.is_worth_moving(len(ask.match), num_there):
-            pull = prefix.pull_to(worker.node)
-            pulled_s = pull.total_s + estimates.prefill_s(worker, ask.num_tokens, self._tokens(len(ask.match)))
-            if pulled_s < cost_s:
-                cost_s, num_reused, num_pulled = pulled_s, len(ask.match), pull.num_chunks
+            rest_s = estimates.prefill_s(worker, ask.num_tokens, self._tokens(len(ask.match)))
+            least_s = 0.0 if held.num_leading else self._least_pull_s
+            if rest_s + least_s < cost_s and rest_s + (pull := prefix.pull_to(worker.node)).total_s < cost_s:
+                cost_s, num_reused, num_pulled = rest_s + pull.total_s, len(ask.match), pull.num_chunks
         return PrefillChoice(
             worker=worker, num_reused=num_reused, num_pulled=num_pulled, num_hot=num_hot, cost_s=queue_s + cost_s
         )
