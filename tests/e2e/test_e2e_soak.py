@@ -5,12 +5,15 @@ there is exactly one, and in the end all is as it was.
 """
 
 import asyncio
+import json
 import os
+import re
 import time
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import httpx
 import nats.errors
 import pytest
 from nats.js import JetStreamContext
@@ -24,7 +27,7 @@ from halfmoon.schemas.ids import NodeId
 from halfmoon.schemas.kv_tier import PoolStats, Stats
 from support.faults import Another, Faults, processes_of
 from support.load import Load, load_on
-from support.registry import etcd_agrees, eventually
+from support.registry import etcd_agrees, eventually, snapshot
 from support.system import System
 from support.wait import until, until_awaited, until_blocking
 
@@ -72,6 +75,9 @@ class State:
     """Names in the folder of shared memory, without the epochs at their ends."""
     num_consumers: dict[str, int]
     """Of each stream."""
+    num_subscriptions: int
+    num_etcd_keys: int
+    """But for those of chunks."""
     num_files: dict[int, int]
     """Open ones, by process."""
     resident_bytes: dict[int, int]
@@ -91,6 +97,8 @@ class State:
             slots={node: (await _stats(bus, node)).total for node in NODES},
             shared=sorted(path.name.rstrip("0123456789") for path in shm_dir.iterdir()),
             num_consumers={name: info[name].consumer_count for name in names},
+            num_subscriptions=await _num_subscriptions(system),
+            num_etcd_keys=await _num_etcd_keys(system, bus),
             num_files={pid: len(os.listdir(f"/proc/{pid}/fd")) for pid in pids},
             resident_bytes={pid: _resident_bytes(pid) for pid in pids},
         )
@@ -99,6 +107,8 @@ class State:
         assert self.slots == before.slots
         assert self.shared == before.shared
         assert self.num_consumers == before.num_consumers
+        assert self.num_subscriptions == before.num_subscriptions
+        assert self.num_etcd_keys == before.num_etcd_keys
         for pid in self.num_files.keys() & before.num_files.keys():
             name = Path(f"/proc/{pid}/environ").read_text().partition("HALFMOON_WORKER_ID=")[2].partition("\0")[0]
             assert self.num_files[pid] <= before.num_files[pid] + MAX_MORE_FILES, name
@@ -107,6 +117,22 @@ class State:
 
 def _resident_bytes(pid: int) -> int:
     return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+async def _num_subscriptions(system: System) -> int:
+    [ports] = (system.data_dir / "nats").glob("*.ports")
+    async with httpx.AsyncClient(timeout=10) as http:
+        answer = await http.get(f"{json.loads(ports.read_text())['monitoring'][0]}/subsz")
+    return int(answer.json()["num_subscriptions"])
+
+
+async def _num_etcd_keys(system: System, bus: NatsBus) -> int:
+    url = next(found for line in system.output if "etcd" in line and (found := re.search(r"http://[\d.:]+", line)))[0]
+    every_key = {"key": "AA==", "range_end": "AA==", "count_only": True}
+    async with httpx.AsyncClient(timeout=10) as http:
+        count = int((await http.post(f"{url}/v3/kv/range", json=every_key)).json()["count"])
+    placements, _, _ = await snapshot(bus)
+    return count - len(placements)
 
 
 async def _stats(bus: NatsBus, node: str) -> PoolStats:
