@@ -74,7 +74,9 @@ def _machine(assumed: Assumed, arrivals: Arrivals) -> Machine:
 
 def _run(simulation: Simulation, arrivals: Arrivals) -> None:
     columns = (TextColumn("simulating"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[at]}"))
-    with Progress(*columns, TimeElapsedColumn(), console=Console(stderr=True), transient=True) as bar:
+    console = Console(stderr=True)
+    is_seen = console.is_terminal
+    with Progress(*columns, TimeElapsedColumn(), console=console, transient=True, disable=not is_seen) as bar:
         task = bar.add_task("", total=arrivals.count(), at="")
         simulation.run(
             arrivals,
