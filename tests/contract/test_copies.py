@@ -274,7 +274,10 @@ async def test_a_plan_may_ask_for_a_copy_and_gets_no_more_than_the_bound(decidin
     await until(lambda: deciding.ordered(Cause.OVERLOAD, "taken") == 3)
     assert listener.keys == [KEYS[:3]]
     assert listener.orders[0].cause is Cause.OVERLOAD
+    deciding.place(KEYS, A, Replication(A, B, 3))
     run = Run(KEYS, 1, 1)
+    assert not deciding.copies.order(Run(KEYS[:3], 1, 1), B, Cause.OVERLOAD), "it was told before"
+    assert not deciding.copies.order(Run(KEYS[:3], 1, 1), C, Cause.OVERLOAD), "two copies will be there"
     assert deciding.index is not None
     deciding.index.apply(holding(B, *KEYS))
     assert not deciding.copies.order(run, C, Cause.OVERLOAD), "two copies are the bound"

@@ -128,15 +128,17 @@ class Copies:
         pool = self._members.pools().get(destination)
         if index is None or pool is None or not pool.can_hold(run):
             return False
-        match = index.match(run.keys[begin:], self._members.cluster().nodes)
+        keys = run.keys[begin:]
+        match = index.match(keys, self._members.cluster().nodes)
         positions: list[int] = []
-        for at, holders in enumerate(match.holders):
+        for at, holders in enumerate(self._planner.expected(keys, match.holders)):
             if len(positions) >= pool.room:
                 break
-            is_below = cause is Cause.PREFETCH and destination in frozenset().union(*match.on_ssd[at : at + 1])
-            if destination in holders and not is_below:
-                continue
-            if len(holders) >= self._planner.limits.max_copies and not is_below:
+            if destination in holders:
+                is_below = cause is Cause.PREFETCH and any(destination in nodes for nodes in match.on_ssd[at : at + 1])
+                if not is_below or self._planner.is_coming(keys[at], destination):
+                    continue
+            elif len(holders) >= self._planner.limits.max_copies:
                 break
             positions.append(begin + at)
         order = Order(run, tuple(positions), destination)

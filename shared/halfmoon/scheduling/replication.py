@@ -153,6 +153,17 @@ class ReplicaPlanner:
             self._pending.setdefault(order.run.keys[position], {})[order.destination] = now_s + PENDING_S
         return True
 
+    def is_coming(self, key: ChunkKey, node: NodeId) -> bool:
+        """Whether a copy was ordered there."""
+        return node in self._pending.get(key, ())
+
+    def expected(self, keys: Sequence[ChunkKey], holders: Sequence[frozenset[NodeId]]) -> list[frozenset[NodeId]]:
+        """Those that hold the chunks, which may be fewer than the keys, and those that were told to bring them."""
+        return [
+            there.union(self._pending[key]) if key in self._pending else there
+            for key, there in zip(keys, holders, strict=False)
+        ]
+
     def failed(self, order: Order) -> None:
         """Its destination refused it, or didn't answer: none of it counts as there."""
         for position in order.positions:
@@ -169,11 +180,7 @@ class ReplicaPlanner:
         is_pinned: bool,
     ) -> Order | None:
         wanted = self.wanted(run.keys, now_s, pinned=is_pinned)
-        real = holders(run.keys)
-        held = [
-            there.union(self._pending[key]) if key in self._pending else there
-            for key, there in zip(run.keys, real, strict=False)
-        ]
+        held = self.expected(run.keys, holders(run.keys))
         first = next((at for at, there in enumerate(held) if len(there) < wanted[at]), None)
         if first is None:
             return None
