@@ -95,7 +95,7 @@ class Copies:
         """A prompt with these whole chunks is being placed. Sends what that asks for at once; runs in its trace."""
         now_s = time.monotonic()
         card = plan.card
-        num_bytes = card.chunk_tokens * card.kv_bytes_per_token
+        num_bytes = card.payload_bytes(card.chunk_tokens)
         run = Run(tuple(keys[: len(match)]), card.chunk_tokens, num_bytes)
         conductors = self._members.conductors() | {self._conductor}
         if not run.keys:
