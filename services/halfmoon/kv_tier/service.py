@@ -255,9 +255,7 @@ class KvTier:
         self._undo.push_async_callback(puller.close)
         return puller
 
-    async def _open_copies(
-        self, store: ChunkStore, puller: Puller, tracer: Tracer, reader: SsdReader | None
-    ) -> None:
+    async def _open_copies(self, store: ChunkStore, puller: Puller, tracer: Tracer, reader: SsdReader | None) -> None:
         """Chunks that come without a request, and those that go first because others hold them."""
         config = self._config
         copier = Copier(
