@@ -16,7 +16,7 @@ SEED ?= $(shell date +%s)
 BIN := .venv/bin
 export PYTHON TORCH
 
-.PHONY: help up test test-rdma test-vllm soak fuzz check format bench bench-vllm docs setup setup-dev clean
+.PHONY: help up test test-rdma test-vllm soak fuzz check format bench results bench-vllm docs setup setup-dev clean
 
 help:            ## Say what there is
 	@sed -n 's/^\([a-z-]*\):[^#]*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 18
@@ -58,6 +58,9 @@ format: setup-dev ## Format the code, and mend what can be mended
 
 bench: setup-dev ## Measure, side by side in one run; writes docs/benchmarks.md
 	PYTHONPATH=tests $(BIN)/python -m benchmarks
+
+results: setup-dev ## Redo published experiments in the simulator; writes docs/results.md
+	$(BIN)/python -m benchmarks.results $(ARGS)
 
 bench-vllm:      ## Measure the vLLM engine and its connector, in vLLM's own environment; adds to docs/benchmarks.md
 	PYTHONPATH=$(CURDIR):$(CURDIR)/tests scripts/vllm.sh python -m benchmarks.vllm
