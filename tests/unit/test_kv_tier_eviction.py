@@ -103,12 +103,35 @@ def test_the_policy_keeps_step_with_the_slots(pool: Pool) -> None:
         if len(held) > random.randrange(4):
             for name in held.pop(random.randrange(len(held))):
                 pool.store.ledger.release(name, pool.now_ns)
+        if random.random() < 0.2:
+            known = [slot.key for slot in pool.store.ledger.slots.registered() if slot.key is not None]
+            pool.store.evictor.set_surplus(random.sample(known, len(known) // 2))
         if random.random() < 0.1:
             readable = list(pool.store.ledger.slots.registered())
             if readable:
                 pool.store.withdraw([random.choice(readable)], EvictReason.CORRUPT)
         pool.check()
     assert pool.store.counters.evictions > 50
+
+
+def test_what_others_hold_too_goes_first_under_each_policy_and_only_what_is_ready(pool: Pool) -> None:
+    first, second = pool.serve(tuple(range(6))), pool.serve(tuple(range(20, 26)))
+    registered = [slot.key for slot in pool.store.ledger.slots.registered() if slot.key is not None]
+    surplus = [registered[0], registered[3], registered[6]]
+    for lease in first:
+        pool.store.ledger.release(lease, pool.now_ns)
+    pool.store.evictor.set_surplus(surplus)
+    pool.store.make_room(2)
+    left = {slot.key for slot in pool.store.ledger.slots.registered()}
+    assert set(registered) - left == set(surplus[:2]), "the third is being read"
+    assert pool.store.evictor.num_surplus == 1
+    pool.check()
+    for lease in second:
+        pool.store.ledger.release(lease, pool.now_ns)
+    pool.store.make_room(3)
+    assert surplus[2] not in {slot.key for slot in pool.store.ledger.slots.registered()}
+    assert pool.store.counters.trimmed == 3
+    pool.check()
 
 
 def test_where_all_is_leased_nothing_goes_and_what_is_let_go_can_be_taken(pool: Pool) -> None:
