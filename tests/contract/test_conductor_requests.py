@@ -13,10 +13,10 @@ from halfmoon.bus.protocol import BusMessage
 from halfmoon.chunks.keys import Namespace, chunk_keys
 from halfmoon.schemas import subjects
 from halfmoon.schemas.ids import RequestId, WorkerId
-from halfmoon.schemas.members import MemberState
+from halfmoon.schemas.members import Goodbye, MemberState
 from halfmoon.schemas.requests import Encoding, Failed, Finished, RequestSubmitted, Sampling, TokenEvent
 from halfmoon.schemas.splits import DecodeHalf, PrefillHalf, Role, TransferDone
-from halfmoon.schemas.wire import HEADER_DEADLINE, ErrorCode
+from halfmoon.schemas.wire import HEADER_DEADLINE, Error, ErrorCode
 from halfmoon.tracing.context import HEADER_TRACEPARENT
 from support.buses import BusMaker
 from support.conductors import BUSY, CARD, MODEL, SPLIT_PAIR, Stage
@@ -39,6 +39,11 @@ async def open_stage(bus_maker: BusMaker) -> AsyncIterator[OpenStage]:
 
 def request(name: str = "req-1", **fields: Any) -> RequestSubmitted:
     return RequestSubmitted(request_id=RequestId(name), model=MODEL, tokens=fields.pop("tokens", PROMPT), **fields)
+
+
+def refusal_of(end: Finished | Failed) -> Error:
+    assert isinstance(end, Failed)
+    return end.error
 
 
 async def test_both_halves_go_out_and_the_request_is_acked_when_decode_has_ended_it(open_stage: OpenStage) -> None:
@@ -384,6 +389,18 @@ async def test_a_lost_decode_worker_that_nobody_replaces_fails_its_request(
     await until(lambda: len(stage.conductors[0].requests) == 0)
     # Nobody reads what prefill has made: it need not hold it.
     await until(lambda: stage.workers["p1"].transfers_done == [decode.decodes[0].transfer_id])
+
+
+async def test_a_decode_worker_that_only_stood_still_learns_that_nobody_waits_any_more(open_stage: OpenStage) -> None:
+    stage = await open_stage()
+    decode = stage.workers["d1"]
+    await stage.client.submit(request())
+    await until(lambda: bool(decode.running))
+    await decode.stop_beating()
+    await decode.bus.publish(subjects.heartbeat(decode.worker), encode(Goodbye(worker=decode.worker)))
+    await until(lambda: decode.cancels == [RequestId("req-1")])
+    # The client has been told before.
+    assert refusal_of(stage.client.ends()[0]).code is ErrorCode.WORKER_LOST
 
 
 async def test_a_half_that_was_never_heard_goes_to_another(open_stage: OpenStage) -> None:

@@ -124,12 +124,15 @@ class FakeWorker:
         if beats:
             self._beating = asyncio.create_task(self._beat_on())
 
-    async def die(self) -> None:
-        """As with SIGKILL: it says nothing more."""
+    async def stop_beating(self) -> None:
         if self._beating is not None:
             self._beating.cancel()
             await asyncio.gather(self._beating, return_exceptions=True)
             self._beating = None
+
+    async def die(self) -> None:
+        """As with SIGKILL: it says nothing more."""
+        await self.stop_beating()
         subscriptions, self._subscriptions = self._subscriptions, []
         for subscription in subscriptions:
             await subscription.unsubscribe()

@@ -200,6 +200,11 @@ class Dispatcher:
         if request.prefill_worker is not None:
             await self._tell(subjects.split_prefill(request.prefill_worker), cancel, request)
 
+    async def tell_given_up(self, request: OpenRequest, lost: WorkerId) -> None:
+        """The client has been told the end. Should that decode worker be there after all, it works for nobody."""
+        cancel = RequestCancel(request_id=request.request_id, reason="given up: this worker was taken for lost")
+        await self._tell(subjects.split_decode(lost), cancel, request)
+
     def _prefill_half(self, request: OpenRequest, decision: Decision, choice: PrefillChoice) -> PrefillHalf:
         if request.transfer_id is None or request.decode_worker is None:
             raise ValueError("prefill is asked only after decode")

@@ -278,9 +278,12 @@ class Owner:
                     await self._leave(request, RequestEvent.FINISH)
                     return
                 case Resume():
+                    lost = request.decode_worker
                     error = await self._resume(request)
                     if error is not None:
                         await self._refuse(request, error)
+                        if lost is not None:
+                            await self._parts.dispatcher.tell_given_up(request, lost)
                         return
                 case GiveUp(is_cancelled, is_late):
                     await self._parts.dispatcher.tell_unread(request)
