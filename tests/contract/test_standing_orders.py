@@ -21,9 +21,9 @@ from halfmoon.pool import PoolClient
 from halfmoon.schemas import subjects
 from halfmoon.schemas.chunks import ChunkMeta, ChunkOutcome, Tier
 from halfmoon.schemas.ids import ChunkKey, NodeId, RequestId, TenantId, WorkerId
-from halfmoon.schemas.kv_tier import ChunkList, ListChunks, NewChunk, WrittenChunk
+from halfmoon.schemas.kv_tier import ChunkList, ChunksFlushed, FlushChunks, ListChunks, NewChunk, WrittenChunk
 from halfmoon.schemas.members import MemberState, WorkerHeartbeat
-from halfmoon.schemas.orders import Forget, Forgotten, PinOrder, Selection
+from halfmoon.schemas.orders import FlushOrder, Forget, Forgotten, PinOrder, Selection
 from halfmoon.schemas.registry import Flush, Flushed, Pin, PinsChanged, Unpin
 from halfmoon.schemas.splits import Role
 from halfmoon.schemas.wire import ErrorCode
@@ -186,6 +186,24 @@ async def test_what_was_being_written_or_pulled_when_the_flush_came_is_found_by_
         assert await commit("late", time.time_ns() - 10**12, "x", flush_first=False) == 0, "computed before"
         assert counts(a).free == 8
         assert await commit("after", time.time_ns(), "x", flush_first=False) == 1
+
+
+async def test_a_chunk_of_a_node_that_has_not_heard_of_its_flush_is_not_taken_over_from_there(
+    nats_buses: BusMaker, bus: Bus, tmp_path: Path
+) -> None:
+    async with running_node(nats_buses, tmp_path, "a") as a, running_node(nats_buses, tmp_path, "b") as b:
+        await a.client.release(await write_chunks(a.client, "acme-1", tenant=ACME))
+        await a.client.release(await write_chunks(a.client, "other-1", tenant=OTHER))
+        order = FlushOrder(seq=0, before_ns=time.time_ns(), selection=Selection(tenant=ACME))
+        told = FlushChunks(order=order)
+        done = await call(bus, "halfmoon.kvtier.b.flush", told, ChunksFlushed, timeout_s=5.0)
+        assert done == ChunksFlushed(tiers=())
+        pulled = await b.client.acquire(REQUEST, b.wanted("acme-1", "other-1", sources=[a.source]))
+        assert [chunk.outcome for chunk in pulled.chunks] == [ChunkOutcome.MISS, ChunkOutcome.HIT_REMOTE]
+        assert "flushed" in pulled.chunks[0].detail
+        await b.client.release(pulled.lease_id)
+        await until(lambda: counts(b).free == 7)
+        assert counts(b).ready == 1
 
 
 async def test_a_node_that_was_killed_serves_nothing_flushed_when_it_is_back_its_ssd_included(

@@ -107,7 +107,7 @@ class Pin(Message, frozen=True, tag="registry.pin.v1"):
 
 
 class Unpin(Message, frozen=True, tag="registry.unpin.v1"):
-    """End the pins of these chunks. `prefixes` count as `keys` here."""
+    """Let eviction take these chunks again, as far as they are pinned."""
 
     selection: Selection
 

@@ -6,8 +6,6 @@ can't be told; such a chunk counts as following, since a flush may cost a recomp
 
 from collections.abc import Callable, Iterable, Sequence
 
-import msgspec
-
 from halfmoon.schemas.chunks import ChunkMeta
 from halfmoon.schemas.ids import ChunkKey
 from halfmoon.schemas.orders import FlushOrder, Selection
@@ -91,8 +89,3 @@ def _everything(orders: Sequence[FlushOrder]) -> FlushOrder:
         selection=Selection(everything=True),
         is_merged=True,
     )
-
-
-def as_keys(selection: Selection) -> Selection:
-    """The same, of the prefixes only their own chunks."""
-    return msgspec.structs.replace(selection, keys=(*selection.keys, *selection.prefixes), prefixes=())
