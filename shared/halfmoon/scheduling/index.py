@@ -102,7 +102,8 @@ class ChunkIndex:
         """Take in (more) placements of a snapshot. Those of an older epoch change nothing."""
         for placement in placements:
             if self._enter(placement.node, placement.epoch):
-                self._put(placement.node, placement.chunk)
+                # In the order of keys: few come after their parents, and runs of two would cost more than they save.
+                self._put(placement.node, placement.chunk, None)
 
     def apply(self, event: ChunkEvent) -> None:
         """Take in one event of the stream, in order. Repeats, and late events of an older epoch, change nothing."""
@@ -111,7 +112,7 @@ class ChunkIndex:
         match event:
             case ChunkRegistered():
                 for chunk in event.chunks:
-                    self._put(event.node, chunk)
+                    self._put(event.node, chunk, chunk.parent)
             case ChunkEvicted():
                 for key in event.keys:
                     self._take(event.node, key)
@@ -146,10 +147,10 @@ class ChunkIndex:
         self._live = None
         return True
 
-    def _put(self, node: NodeId, chunk: ChunkMeta) -> None:
+    def _put(self, node: NodeId, chunk: ChunkMeta, parent: ChunkKey | None) -> None:
         on_ssd = chunk.tier is Tier.SSD
         number = self._sets.including(self._numbers.get(chunk.key, NOBODY), node, on_ssd=on_ssd)
-        self._numbers.put(chunk.key, number, chunk.parent)
+        self._numbers.put(chunk.key, number, parent)
 
     def _take(self, node: NodeId, key: ChunkKey) -> None:
         number = self._numbers.get(key, NOBODY)

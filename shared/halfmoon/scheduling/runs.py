@@ -75,6 +75,8 @@ class ChunkRuns:
             key = prompt[at]
             run = self._run_of.get(key)
             if run is not None:
+                if at:
+                    run = self._joined(self._run_of.get(prompt[at - 1]), run, prompt[at - 1], key)
                 stored, numbers = self._keys[run], self._numbers[run]
                 if stored[0] != key:
                     begin = stored.index(key)
@@ -106,6 +108,19 @@ class ChunkRuns:
         self._run_of[key] = run
         return True
 
+    def _joined(self, before: int | None, run: int, parent: ChunkKey, key: ChunkKey) -> int:
+        """Let a run that begins with `key` follow one that ends with `parent`, where both fit into one; the run that
+        `key` is in then."""
+        if before is None or before == run:
+            return run
+        keys = self._keys[before] + self._keys[run]
+        if len(keys) > _LONGEST or self._keys[before][-1] != parent or self._keys[run][0] != key:
+            return run
+        numbers = self._numbers[before] + self._numbers[run]
+        self._free(run)
+        self._store(before, keys, numbers)
+        return before
+
     def _store(self, run: int, keys: tuple[ChunkKey, ...], numbers: "array[int]") -> None:
         """What is left of a run, under the same or a new name; one chunk is none."""
         if len(keys) > 1:
@@ -115,6 +130,9 @@ class ChunkRuns:
         for key, number in zip(keys, numbers, strict=True):
             del self._run_of[key]
             self._alone[key] = number
+        self._free(run)
+
+    def _free(self, run: int) -> None:
         self._keys[run], self._numbers[run] = (), array("I")
         self._unused.append(run)
 
