@@ -11,7 +11,7 @@ from typing import assert_never
 
 import msgspec
 
-from halfmoon.scheduling.cluster import Cluster, WorkerLoad
+from halfmoon.scheduling.cluster import Cluster, Group, WorkerLoad
 from halfmoon.scheduling.copies import MACHINE
 from halfmoon.scheduling.costs.traffic import Traffic
 from halfmoon.scheduling.estimates import token_pairs
@@ -75,6 +75,13 @@ class _Worker:
         if beat.state is not MemberState.SERVING or card is None:
             return None
         room = max(0, beat.max_requests - beat.num_running)
+        compute_tokens = context_tokens = kv_tokens = 0
+        compute_pairs = 0.0
+        for sent in self.sent.values():
+            compute_tokens += sent.compute_tokens
+            compute_pairs += sent.compute_pairs
+            context_tokens += sent.context_tokens
+            kv_tokens += sent.kv_tokens
         return WorkerLoad(
             worker=beat.worker,
             role=beat.role,
@@ -83,10 +90,10 @@ class _Worker:
             num_requests=max(0, beat.num_running + beat.num_waiting + len(self.sent) - len(self.ended)),
             num_waiting=beat.num_waiting + max(0, len(self.sent) - room),
             max_requests=beat.max_requests,
-            queued_tokens=beat.queued_tokens + sum(sent.compute_tokens for sent in self.sent.values()),
-            queued_pairs=beat.queued_pairs + sum(sent.compute_pairs for sent in self.sent.values()),
-            context_tokens=beat.context_tokens + sum(sent.context_tokens for sent in self.sent.values()),
-            free_tokens=max(0, beat.free_tokens - sum(sent.kv_tokens for sent in self.sent.values())),
+            queued_tokens=beat.queued_tokens + compute_tokens,
+            queued_pairs=beat.queued_pairs + compute_pairs,
+            context_tokens=beat.context_tokens + context_tokens,
+            free_tokens=max(0, beat.free_tokens - kv_tokens),
             total_tokens=beat.total_tokens,
             prefill_tokens_per_s=beat.prefill_tokens_per_s,
             decode_step_s=beat.decode_step_s,
@@ -103,6 +110,11 @@ class Members:
         self.traffic = Traffic()
         self._loads: dict[WorkerId, WorkerLoad] = {}
         """Of those that take work, as worked out last."""
+        self._sides: dict[
+            tuple[str | int, ...], tuple[ModelCard, dict[WorkerId, WorkerLoad], dict[WorkerId, WorkerLoad]]
+        ]
+        self._sides = {}
+        """The same by what KV they have: prefill workers, others."""
         self._stale: set[WorkerId] = set()
         """Whose load has changed since."""
         self._cluster: Cluster | None = None
@@ -294,15 +306,31 @@ class Members:
             for worker in sorted(self._stale):
                 known = self._workers.get(worker)
                 load = known.load() if known is not None else None
-                if load is None:
-                    self._loads.pop(worker, None)
-                else:
-                    self._loads[worker] = load
+                self._show(worker, load)
             self._stale.clear()
+            groups = tuple(
+                Group(card, tuple(prefills.values()), tuple(takers.values()))
+                for card, prefills, takers in self._sides.values()
+                if prefills or takers
+            )
             there = tuple(self._loads.values())
             places = self._places
-            self._cluster = Cluster(there, places.nodes, self._models, places.labels, places.transfers)
+            self._cluster = Cluster(there, places.nodes, self._models, places.labels, places.transfers, groups)
         return self._cluster
+
+    def _show(self, worker: WorkerId, load: WorkerLoad | None) -> None:
+        """Put a worker's load where the last one was; None: it takes no work."""
+        before = self._loads.pop(worker, None) if load is None else self._loads.get(worker)
+        if before is not None:
+            self._side(before).pop(worker, None)
+        if load is not None:
+            self._loads[worker] = self._side(load)[worker] = load
+
+    def _side(self, load: WorkerLoad) -> dict[WorkerId, WorkerLoad]:
+        """Loads of those that have the same KV, and of them those that do the same."""
+        card = load.card
+        _, prefills, takers = self._sides.setdefault((card.name, *card.kv_identity), (card, {}, {}))
+        return prefills if load.role is Role.PREFILL else takers
 
     def _look_at_nodes(self) -> Cluster:
         beats = {node: beat for node, (beat, _) in self._nodes.items()}

@@ -3,8 +3,9 @@
 request ─ admit ─▶ Rejection, or Candidates (one model card, its workers) ─ Policy.rank ─▶ Plan
 """
 
+import operator
+import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 
 from halfmoon.scheduling.cluster import Cluster, WorkerLoad
 from halfmoon.scheduling.contract import Ask, Candidates, Costs
@@ -16,14 +17,9 @@ from halfmoon.schemas.wire import Error, ErrorCode
 MAX_NAMED_MODELS = 20
 
 
-@dataclass(slots=True)
-class _Group:
-    """Workers that have the same KV."""
-
-    card: ModelCard
-    prefills: list[WorkerLoad] = field(default_factory=list)
-    takers: list[WorkerLoad] = field(default_factory=list)
-    """Decode and colocated ones."""
+# Each worker is looked at in every decision: by what runs in C, as long as all will do.
+_LIMIT_TOKENS = operator.attrgetter("limit_tokens")
+_NUM_WAITING = operator.attrgetter("num_waiting")
 
 
 def admit(model: ModelName, ask: Ask, cluster: Cluster, costs: Costs) -> Candidates | Error:
@@ -92,24 +88,14 @@ def max_tokens(requested: int | None, num_prompt_tokens: int, limit_tokens: int)
 
 
 def _groups(model: ModelName, cluster: Cluster, ask: Ask) -> list[Candidates]:
-    """The model's workers, by what KV they have. Cards are mostly one object: equal ones are compared only once."""
-    by_card: dict[int, _Group] = {}
-    by_identity: dict[tuple[str | int, ...], _Group] = {}
-    prefill = Role.PREFILL
-    for worker in cluster.workers:
-        card = worker.card
-        group = by_card.get(id(card))
-        if group is None:
-            if card.name != model:
-                continue
-            group = by_card[id(card)] = by_identity.setdefault(card.kv_identity, _Group(card))
-        (group.prefills if worker.role is prefill else group.takers).append(worker)
     groups: list[Candidates] = []
-    for group in by_identity.values():
+    for group in cluster.groups:
+        if group.card.name != model:
+            continue
         takers = group.takers
         if ask.has_chunks and not group.prefills:
-            takers = [worker for worker in takers if worker.role is Role.COLOCATED] or takers
-        groups.append(Candidates(group.card, tuple(group.prefills), tuple(takers)))
+            takers = tuple(worker for worker in takers if worker.role is Role.COLOCATED) or takers
+        groups.append(Candidates(group.card, group.prefills, takers))
     return groups
 
 
@@ -119,21 +105,25 @@ def _needs_no_prefill(ask: Ask, group: Candidates) -> bool:
 
 def _fitting(group: Candidates, ask: Ask) -> Candidates | None:
     num_tokens = ask.num_tokens
+    if all(num_tokens < min(map(_LIMIT_TOKENS, side), default=sys.maxsize) for side in (group.prefills, group.decodes)):
+        return group
     return _only(
         group,
         ask,
-        tuple([worker for worker in group.prefills if num_tokens < worker.limit_tokens]),
-        tuple([worker for worker in group.decodes if num_tokens < worker.limit_tokens]),
+        tuple(worker for worker in group.prefills if num_tokens < worker.limit_tokens),
+        tuple(worker for worker in group.decodes if num_tokens < worker.limit_tokens),
     )
 
 
 def _with_room(group: Candidates, ask: Ask, costs: Costs) -> Candidates | None:
     most = costs.max_waiting_per_worker
+    if all(max(map(_NUM_WAITING, side), default=0) < most for side in (group.prefills, group.decodes)):
+        return group
     return _only(
         group,
         ask,
-        tuple([worker for worker in group.prefills if worker.num_waiting < most]),
-        tuple([worker for worker in group.decodes if worker.num_waiting < most]),
+        tuple(worker for worker in group.prefills if worker.num_waiting < most),
+        tuple(worker for worker in group.decodes if worker.num_waiting < most),
     )
 
 

@@ -1,6 +1,6 @@
 """What a scheduler decides on: the workers and pools that are there, and how busy."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from halfmoon.schemas.ids import ModelName, NodeId, WorkerId
@@ -49,6 +49,25 @@ class WorkerLoad:
 
 
 @dataclass(frozen=True, slots=True)
+class Group:
+    """Workers that have the same KV, and so can work together."""
+
+    card: ModelCard
+    prefills: tuple[WorkerLoad, ...]
+    takers: tuple[WorkerLoad, ...]
+    """Decode and colocated ones."""
+
+
+def grouped(workers: Iterable[WorkerLoad]) -> tuple[Group, ...]:
+    sides: dict[tuple[str | int, ...], tuple[ModelCard, list[WorkerLoad], list[WorkerLoad]]] = {}
+    for worker in workers:
+        card = worker.card
+        _, prefills, takers = sides.setdefault((card.name, *card.kv_identity), (card, [], []))
+        (prefills if worker.role is Role.PREFILL else takers).append(worker)
+    return tuple(Group(card, tuple(prefills), tuple(takers)) for card, prefills, takers in sides.values())
+
+
+@dataclass(frozen=True, slots=True)
 class Cluster:
     """What a policy decides on."""
 
@@ -62,3 +81,9 @@ class Cluster:
     """Where nodes are: zone, rack, switch, nic. Only of those that were labelled."""
     transfers: Mapping[NodeId, int] = field(default_factory=dict)
     """Pulls that each node's pool has under way or waiting, as it last said."""
+    groups: tuple[Group, ...] = ()
+    """The workers, by what KV they have. Worked out from them where it isn't given."""
+
+    def __post_init__(self) -> None:
+        if self.workers and not self.groups:
+            object.__setattr__(self, "groups", grouped(self.workers))

@@ -62,6 +62,7 @@ class Fitted(Estimates):
         self._tbt_of: dict[WorkerId, tuple[float, ...] | None] = {}
         self._pull_of: dict[tuple[NodeId, NodeId], tuple[float, ...]] = {}
         self._least_pull: tuple[float, float] | None = None
+        self._asked: tuple[Sequence[WorkerLoad], list[Any]] = ((), [])
         """What has been looked up, until a model changes."""
 
     # What was measured
@@ -85,6 +86,7 @@ class Fitted(Estimates):
         features = (1.0, float(num_new), token_pairs(sample.num_tokens, sample.num_reused))
         self._prefill.observe(((worker,), like), features, sample.duration_s)
         self._prefill_of.clear()
+        self._asked = ((), [])
 
     def decoded(self, worker: WorkerId, like: Key, sample: DecodeSample) -> None:
         features = (1.0, float(sample.batch), float(sample.context_tokens))
@@ -114,6 +116,7 @@ class Fitted(Estimates):
         self._prefill.forget((worker,))
         self._tbt.forget((worker,))
         self._prefill_of.pop(worker, None)
+        self._asked = ((), [])
         self._tbt_of.pop(worker, None)
 
     # What policies ask
@@ -166,11 +169,15 @@ class Fitted(Estimates):
         return self._least_pull[0] + num_bytes * self._least_pull[1] if num_bytes > 0 else 0.0
 
     def _prefill_models(self, workers: Sequence[WorkerLoad]) -> list[Any]:
-        known = self._prefill_of
-        try:
-            return [known[worker.worker] for worker in workers]
-        except KeyError:
-            return [self._prefill_model(worker) for worker in workers]
+        """Of one decision's workers, asked for several times."""
+        if workers is not self._asked[0]:
+            known = self._prefill_of
+            try:
+                models = [known[worker.worker] for worker in workers]
+            except KeyError:
+                models = [self._prefill_model(worker) for worker in workers]
+            self._asked = (workers, models)
+        return self._asked[1]
 
     def queue_s(self, worker: WorkerLoad) -> float:
         model = self._prefill_model(worker)

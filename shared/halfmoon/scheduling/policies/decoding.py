@@ -54,12 +54,13 @@ class Decoding:
             here_s, node = prefill.cost_s, prefill.worker.node
             num_bytes = self._ask.num_tokens * self._card.kv_bytes_per_token
             away_s = here_s + self._estimates.least_pull_s(num_bytes)
+        colocated = Role.COLOCATED
         bounds = [
             num_coming * tbt_s
             + FULL_BATCH_COST_S * worker.fullness
             + (
                 0.0
-                if prefill is None or worker.role is Role.COLOCATED or worker.worker in hot
+                if prefill is None or worker.role is colocated or worker.worker in hot
                 else here_s
                 if worker.node == node
                 else away_s
