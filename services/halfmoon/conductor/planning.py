@@ -34,10 +34,8 @@ class Decision:
     cluster: Cluster
     ask: Ask
     root: bytes
-    num_chunks: int = 0
-    """Whole chunks of the prompt."""
     keys: tuple[ChunkKey, ...] = ()
-    """Theirs."""
+    """Of the prompt's whole chunks."""
     estimates: Estimates = field(default_factory=Assumed)
 
     @property
@@ -128,14 +126,14 @@ class Planner:
         plan = self._policy.rank(ask, candidates, self._costs, self._turn)
         self._turn += 1
         self._instruments.decision.observe(time.perf_counter() - started_s)
-        return Decision(plan, cluster, ask, root, len(keys), tuple(keys), self._costs.estimates)
+        return Decision(plan, cluster, ask, root, tuple(keys), self._costs.estimates)
 
     def carry_out(self, decision: Decision) -> None:
         """What is now being placed by it is counted, and may be a reason for copies."""
-        self._instruments.forecasts.num_prompt_chunks += decision.num_chunks
+        self._instruments.forecasts.num_prompt_chunks += len(decision.keys)
         self._instruments.forecasts.num_matched_chunks += len(decision.ask.match)
         self._instruments.matched_chunks.inc(len(decision.ask.match))
-        self._instruments.prompt_chunks.inc(decision.num_chunks)
+        self._instruments.prompt_chunks.inc(len(decision.keys))
         self._instruments.planned(decision.hits())
         if self._copies is not None:
             self._copies.placed(decision.keys, decision.ask.match, decision.plan)
