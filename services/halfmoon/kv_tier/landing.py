@@ -48,7 +48,16 @@ class Landing:
             failure = ChunkOutcome.MISS, "it was flushed"
         outcome = ChunkOutcome.HIT_REMOTE if failure is None else failure[0]
         maker = arrival if arrival.flight.request.unasked else None
-        self._trace(source, arrival.flight, outcome, transport, result.started_ns, result.finished_ns, maker=maker)
+        self._trace(
+            source,
+            arrival.flight,
+            outcome,
+            transport,
+            result.started_ns,
+            result.finished_ns,
+            tier=arrival.meta.tier,
+            maker=maker,
+        )
         return failure
 
     def commit(
@@ -120,15 +129,17 @@ class Landing:
         finished_ns: int,
         *,
         in_place: bool = False,
+        tier: Tier = Tier.DRAM,
         maker: Arrival | None = None,
     ) -> None:
-        """`maker`: what tells of the request that made the chunk, where none has asked for it now."""
+        """`tier`: where it was at the source. `maker`: what tells of the request that made the chunk, where none has
+        asked for it now."""
         facts = attributes.ChunkFacts(
             request_id=flight.request.request_id if maker is None else maker.meta.request_id,
             key=flight.chunk.key,
             index=flight.chunk.index,
             outcome=outcome,
-            tier=Tier.DRAM,
+            tier=tier,
             num_bytes=flight.chunk.num_bytes,
             num_tokens=flight.chunk.num_tokens,
             source=source,

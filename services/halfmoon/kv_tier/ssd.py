@@ -5,6 +5,7 @@ computed again; a disk that fails is left alone for a while, and that is logged 
 """
 
 import asyncio
+import contextlib
 import errno
 import os
 import threading
@@ -143,9 +144,11 @@ class SsdStore:
     def unreadable(self) -> str | None:
         """Why there is no sense in waiting for a read: one has been on its way for too long, or several failed."""
         now_s = time.monotonic()
-        if any(now_s - began_s > _SILENCE_S for began_s in list(self._reading.values())):
+        is_open = self.read_breaker.is_open(self._clock_ns())
+        if not is_open and any(now_s - began_s > _SILENCE_S for began_s in list(self._reading.values())):
             self._read_failed(f"a read takes longer than {_SILENCE_S:g} s")
-        if not self.read_breaker.is_open(self._clock_ns()):
+            is_open = self.read_breaker.is_open(self._clock_ns())
+        if not is_open:
             return None
         return f"the SSD is left alone for a while: {self.read_breaker.reason}"
 
@@ -223,6 +226,9 @@ class SsdStore:
 
     async def close(self) -> None:
         """Idempotent. What hangs in the disk is left behind after a while."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_CLOSE_TIMEOUT_S):
+                await self.settled()
         pools = self._readers, self._writers
         for pool in pools:
             pool.shutdown(wait=False, cancel_futures=True)
