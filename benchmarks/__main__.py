@@ -19,7 +19,7 @@ from typing import Any
 
 from rich.console import Console
 
-from benchmarks import index, overlap, ssd, system, transport_bandwidth, transport_page
+from benchmarks import index, overlap, scheduling, ssd, system, transport_bandwidth, transport_page
 
 PAGE = Path(__file__).parents[1] / "docs" / "benchmarks.md"
 AIMS = {
@@ -47,6 +47,7 @@ def page(
     overlaps: Sequence[overlap.Overlap],
     indexes: index.Figures,
     disks: ssd.Figures,
+    decisions: Sequence[scheduling.Figure],
 ) -> str:
     lines = [
         "# Benchmarks",
@@ -112,6 +113,8 @@ def page(
         "",
         *index.section(indexes),
         "",
+        *scheduling.section(decisions),
+        "",
         *ssd.section(disks),
     ]
     return "\n".join(lines) + "\n"
@@ -124,6 +127,7 @@ def measure_alone(name: str, console: Console) -> None:
         "index": (index.HEADING, lambda: index.section(index.run())),
         "ssd": (ssd.HEADING, lambda: ssd.section(ssd.run())),
         "overlap": (overlap.HEADING, lambda: overlap.section(overlap.measure())),
+        "scheduling": (scheduling.HEADING, lambda: scheduling.section(scheduling.run())),
     }
     if name not in sections:
         sys.exit(f"no measurement is called {name!r}: say one of {', '.join(sections)}, or nothing for all")
@@ -160,9 +164,11 @@ def main() -> None:
         overlaps = overlap.measure()
         status.update("the chunk index")
         indexes = index.run()
+        status.update("scheduling")
+        decisions = scheduling.run()
         status.update("the disk")
         disks = ssd.run()
-    text = page(engines, figures, bandwidths, overlaps, indexes, disks)
+    text = page(engines, figures, bandwidths, overlaps, indexes, disks, decisions)
     PAGE.write_text(text)
     console.print(text, markup=False, highlight=False)
 

