@@ -30,6 +30,7 @@ R = TypeVar("R")
 
 EXIT_INCOMPLETE = 1
 EXIT_REFUSED = 2
+EXIT_INTERRUPTED = 130
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -227,7 +228,8 @@ def _run(
         )
         return EXIT_REFUSED
     except KeyboardInterrupt:
-        return 130
+        Console(stderr=True).print(f"halfmoon cache {command}: interrupted", markup=False, highlight=False)
+        return EXIT_INTERRUPTED
     if as_json:
         sys.stdout.write(msgspec.json.format(msgspec.json.encode(_whole(answer)), indent=2).decode() + "\n")
     else:

@@ -82,7 +82,7 @@ class Warmer:
                     self.warmed.seconds = time.monotonic() - began_s
                     self._on_progress(self.warmed)
 
-            # The first alone: where nothing can be run at all, that is one error and not thousands.
+            # The first alone: where no conductor answers, or nobody serves the model, that is one error, not thousands.
             first, prompt = next(waiting)
             self._model = (await self._cache.cut(prompt, self._tenant, self._model)).model
             await self._one(client, first, prompt)
