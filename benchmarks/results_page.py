@@ -40,7 +40,7 @@ def page(found: Found) -> str:
         "",
         "**The traces aren't those of the papers.** arXiv 2407.00079 used 23,608 requests of a trace that it "
         "published by itself and that isn't used here; "
-        "the FAST'25 paper published the two used here, but ran them on its own system, whose speed it doesn't give.",
+        "the FAST'25 paper published the two used here, but ran them on its own system.",
     ]
     for section in sections:
         try:
@@ -83,7 +83,7 @@ def _policies(found: Found) -> list[str]:
         "fast.",
         "",
         "Where this differs by more than 20 %: absolute times, since the waiting depends on how near to its "
-        "limit the cluster is, and theirs was nearer: "
+        "limit the cluster is, and theirs must have been nearer: "
         "at its recorded speed the trace keeps our eight prefill instances about two thirds busy with random "
         "placing. The figures are for the trace's own speed and for a "
         "faster one, where queues matter more. `prefix_affinity` and `kv_centric` are nearer to each other than "
