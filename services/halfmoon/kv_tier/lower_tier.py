@@ -49,12 +49,15 @@ class LowerTier:
         self.refused += not is_worth
         return is_worth
 
-    def note_read(self, key: ChunkKey) -> bool:
-        """A chunk is read from the SSD for a request here; whether the last time was so lately that it is promoted."""
+    def note_read(self, key: ChunkKey, request_id: RequestId) -> bool:
+        """A chunk is read from the SSD for a request here; whether another did so lately enough that it is promoted.
+
+        Prefill and decode of one request read it as one.
+        """
         chunk = self.ssd.find(key)
-        if chunk is None:
+        if chunk is None or chunk.read_by == request_id:
             return False
-        last, chunk.read_at = chunk.read_at, self.reuse.clock
+        last, chunk.read_at, chunk.read_by = chunk.read_at, self.reuse.clock, request_id
         return last is not None and self.reuse.clock - last <= self.window
 
     @property

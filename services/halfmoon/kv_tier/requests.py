@@ -244,7 +244,7 @@ class Requests:
         assert slot is not None
         assert slot.meta is not None
         lower, is_use_here = self._store.lower, not (request.direct or request.unasked)
-        if lower is not None and not slot.registered and is_use_here and lower.note_read(chunk.key):
+        if lower is not None and not slot.registered and is_use_here and lower.note_read(chunk.key, request.request_id):
             self._store.promote(slot, request.request_id)
         meta = msgspec.structs.replace(slot.meta, hits=slot.hits, last_access_ns=slot.last_access_ns)
         return AcquiredChunk(

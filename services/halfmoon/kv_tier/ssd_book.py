@@ -10,7 +10,7 @@ from halfmoon.kv_tier.quotas import TierBook
 from halfmoon.kv_tier.ssd_file import HEADER_BYTES, FileBody, file_bytes
 from halfmoon.kv_tier.tenant_policies import Policy, TenantPolicies
 from halfmoon.schemas.chunks import ChunkMeta, Tier
-from halfmoon.schemas.ids import ChunkKey, TenantId
+from halfmoon.schemas.ids import ChunkKey, RequestId, TenantId
 
 
 @dataclass(slots=True)
@@ -23,6 +23,7 @@ class SsdChunk:
     used_ns: int
     read_at: int | None = None
     """When it was last read from the SSD, in chunks that the pool had taken in; see `reuse`."""
+    read_by: RequestId | None = None
 
     @property
     def num_bytes(self) -> int:

@@ -87,7 +87,7 @@ class SsdReader:
             return read
         read.waiting.append(request)
         if not direct and read.counts_as_use and request.request_id != read.request.request_id:
-            self._lower.note_read(chunk.key)
+            self._lower.note_read(chunk.key, request.request_id)
         read.counts_as_use = read.counts_as_use or not direct
         return read
 
@@ -141,7 +141,7 @@ class SsdReader:
             finished_ns = time.time_ns()
             if self._store.is_stale(body.meta, request.request_id):
                 raise NotRead("it was flushed")
-            is_second = read.counts_as_use and self._lower.note_read(key)
+            is_second = read.counts_as_use and self._lower.note_read(key, request.request_id)
             now_ns = self._store.clock_ns()
             meta = msgspec.structs.replace(body.meta, tier=Tier.DRAM, hits=0, last_access_ns=now_ns)
             written = WrittenChunk(slot=slot.number, generation=generation, meta=meta, register=is_second)
