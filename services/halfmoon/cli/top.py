@@ -21,7 +21,7 @@ from halfmoon.schemas.members import HEARTBEAT_INTERVAL_S, Heartbeat
 from halfmoon.schemas.splits import HalfEnded
 
 MIN_WIDTH = 130
-"""Columns of a single look, which may go to a file."""
+"""Columns of a single look that goes to a file or a pipe."""
 LISTEN_S = 4 * HEARTBEAT_INTERVAL_S
 """Before a single look: everybody has been heard, and what was measured meanwhile."""
 
@@ -49,7 +49,8 @@ async def _run(config: CommonConfig, console: Console, *, once: bool, as_json: b
 
 def _print(snapshot: Snapshot, console: Console, *, as_json: bool) -> None:
     if not as_json:
-        console.print(screen(snapshot), width=max(console.width, MIN_WIDTH))
+        wide = console if console.is_terminal else Console(width=max(console.width, MIN_WIDTH))
+        wide.print(screen(snapshot))
         return
     sys.stdout.buffer.write(msgspec.json.format(msgspec.json.encode(snapshot), indent=2) + b"\n")
     sys.stdout.buffer.flush()
