@@ -199,6 +199,13 @@ async def test_random_faults_under_load_leave_all_as_it_was(system: System, bus:
             await load.stop()
             await _all_is_well(load)
             load.check()
+
+            async def has_what_it_had() -> bool:
+                """Also that which was killed last serves again."""
+                now = await _num_subscriptions(system), await _num_etcd_keys(system, bus)
+                return now == (before.num_subscriptions, before.num_etcd_keys)
+
+            await eventually(has_what_it_had, 60, what="as many subscriptions and keys as before")
             (await State.of(system, bus, streams)).check_is_back(before)
             assert load.num_finished > 0.5 * len(load.asked), load.outcomes()
     finally:

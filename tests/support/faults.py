@@ -63,8 +63,10 @@ class Another:
     def log(self) -> str:
         return self._log_path.read_text(errors="replace")
 
-    def keep_up(self) -> None:
-        if self._process.poll() is not None:
+    def keep_up(self, wait_s: float = 0.0) -> None:
+        """Start it again where it has ended, or does so in `wait_s`."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(wait_s)
             self.start()
 
     def stop(self) -> None:
@@ -111,7 +113,7 @@ class Faults:
                     self._tell(began_s, f"{name} is killed")
                     self._signal(name, signal.SIGKILL)
         for other in self.others:
-            other.keep_up()
+            other.keep_up(wait_s=1.0)
 
     async def _pause(self, name: str, pause_s: float) -> None:
         self._stopped.add(name)
