@@ -156,9 +156,9 @@ def _colocated(found: Found) -> list[str]:
             shares[kind][float(speed)] = each["slo_attainment"]
     if not shares["apart"] or not shares["both"]:
         raise KeyError("colocated")
-    for speed in sorted({*shares["apart"], *shares["both"]}):
-        cells = [f"{shares[kind][speed]:.1%}" if speed in shares[kind] else "" for kind in ("apart", "both")]
-        lines.append(f"| {speed:g} × | {cells[0]} | {cells[1]} |")
+    for factor in sorted({*shares["apart"], *shares["both"]}):
+        cells = [f"{shares[kind][factor]:.1%}" if factor in shares[kind] else "" for kind in ("apart", "both")]
+        lines.append(f"| {factor:g} × | {cells[0]} | {cells[1]} |")
     most = {
         kind: max((speed for speed, share in each.items() if share >= _AIM), default=0.0)
         for kind, each in shares.items()

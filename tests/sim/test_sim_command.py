@@ -12,6 +12,9 @@ from halfmoon.planner.recording_file import RecordingFile
 from halfmoon.traces.recording import EndLine, ModelLine, RequestLine
 from support.simulated import MOONCAKE
 
+pytestmark = pytest.mark.timeout(300)
+"""Seconds of computing each; beside other work on the same cores they take many times as long."""
+
 TRACE = str(MOONCAKE / "conversation_trace.jsonl.xz")
 SPREAD = {"mean", "p50", "p90", "p99"}
 STABLE = {

@@ -19,6 +19,9 @@ from halfmoon.sim.report import record
 from halfmoon.sim.request import Outcome, SimRequest
 from support.simulated import CHUNK, PLAIN, asked, llama, simulated, traffic
 
+pytestmark = pytest.mark.timeout(300)
+"""Seconds of computing each; beside other work on the same cores they take many times as long."""
+
 LATENCY_S = 0.001
 
 
