@@ -141,6 +141,8 @@ class KvTier:
         paths = Paths(make_transports(self._config, rdma.transport))
         self._undo.push_async_callback(paths.close)
         puller = self._puller = self._make_puller(store, paths)
+        if ssd is not None:
+            ssd.reader.flow = puller.flow
         self._own(self._sweep(store, puller), "sweep")
         self._runtime.metrics.registry.register(
             PoolCollector(

@@ -17,6 +17,7 @@ import msgspec
 import structlog
 
 from halfmoon.kv_tier.flights import PullRequest
+from halfmoon.kv_tier.flow import Flow
 from halfmoon.kv_tier.ledger import LeaseGone, Misfit
 from halfmoon.kv_tier.lower_tier import LowerTier
 from halfmoon.kv_tier.slots import Slot
@@ -25,6 +26,7 @@ from halfmoon.kv_tier.store import ChunkStore
 from halfmoon.schemas.chunks import ChunkMeta, ChunkOutcome, Tier
 from halfmoon.schemas.ids import ChunkKey, NodeId, WorkerId, new_lease_id
 from halfmoon.schemas.kv_tier import AcquiredChunk, WantedChunk, WrittenChunk
+from halfmoon.schemas.measurements import PullSample
 from halfmoon.tasks import ended
 from halfmoon.tracing import Tracer, attributes, names
 
@@ -67,6 +69,8 @@ class SsdReader:
         self._holder = holder
         self._reads: dict[ChunkKey, _Read] = {}
         self._tasks: set[asyncio.Task[None]] = set()
+        self.flow: Flow | None = None
+        """Told how long reads took, once there is one."""
 
     async def read(self, request: PullRequest, chunks: Sequence[WantedChunk], *, direct: bool) -> list[AcquiredChunk]:
         """Bring these chunks into slots, leased to the request's lease. Raises nothing but `CancelledError`."""
@@ -139,6 +143,7 @@ class SsdReader:
             started_ns = time.time_ns()
             body = await self._ssd.read(key, self._store.padded(slot))
             finished_ns = time.time_ns()
+            self._measured(read, finished_ns - started_ns)
             if self._store.is_stale(body.meta, request.request_id):
                 raise NotRead("it was flushed")
             is_second = read.counts_as_use and self._lower.note_read(key, request.request_id)
@@ -155,6 +160,19 @@ class SsdReader:
             return self._answer(read, slot, meta, started_ns, finished_ns)
         finally:
             self._store.ledger.release(own_lease, self._store.clock_ns())
+
+    def _measured(self, read: _Read, duration_ns: int) -> None:
+        """Those that are read at the same time share the disk."""
+        if self.flow is not None:
+            others = sum(each.chunk.num_bytes for each in self._reads.values() if each is not read)
+            self.flow.measured(
+                PullSample(
+                    source=self._node,
+                    num_bytes=read.chunk.num_bytes,
+                    duration_s=duration_ns / 1e9,
+                    num_bytes_ahead=others,
+                )
+            )
 
     def _answer(self, read: _Read, slot: Slot, meta: ChunkMeta, started_ns: int, finished_ns: int) -> AcquiredChunk:
         return AcquiredChunk(
