@@ -33,7 +33,7 @@ from halfmoon.tracing.metrics import Metrics
 HEADING: Final = "## Scheduling decisions"
 NUM_PAIRS: Final = 64
 NUM_CHUNKS: Final = 1_000_000
-NUM_DECISIONS: Final = 3_000
+NUM_DECISIONS: Final = 2_000
 PROMPTS: Final = (2_048, 8_192)
 ROUNDS: Final = 3
 _TENANT = TenantId("default")
@@ -253,15 +253,14 @@ def _queue(took_s: Sequence[float], rate: float) -> list[float]:
 
 
 def run() -> list[Figure]:
-    figures = []
-    for prompt_tokens in PROMPTS:
-        draw = random.Random(11)
-        prompts = [tuple(draw.randrange(_CARD.vocab_size) for _ in range(prompt_tokens)) for _ in range(500)]
-        index = filled_index(prompts)
-        gc.collect()
-        compared = (PolicyName.KV_CENTRIC, PolicyName.PREFIX_AFFINITY, PolicyName.LEAST_LOADED)
-        figures += [measure(policy, prompt_tokens, prompts, index) for policy in compared]
-    return figures
+    draw = random.Random(11)
+    prompts = {
+        length: [tuple(draw.randrange(_CARD.vocab_size) for _ in range(length)) for _ in range(300)]
+        for length in PROMPTS
+    }
+    index = filled_index([tokens for each in prompts.values() for tokens in each])
+    gc.collect()
+    return [measure(PolicyName.KV_CENTRIC, length, each, index) for length, each in prompts.items()]
 
 
 def section(figures: Sequence[Figure]) -> list[str]:
