@@ -18,7 +18,7 @@ _REJECTED = (
     ("predictive", "predictive", 3589),
 )
 _POOLS = (("conversation", 2.22, 0.76), ("synthetic", 2.36, 0.52))
-_AIM = 0.9
+_AIMS = (0.9, 0.97)
 
 
 def page(found: Found) -> str:
@@ -159,19 +159,26 @@ def _colocated(found: Found) -> list[str]:
     for factor in sorted({*shares["apart"], *shares["both"]}):
         cells = [f"{shares[kind][factor]:.1%}" if factor in shares[kind] else "" for kind in ("apart", "both")]
         lines.append(f"| {factor:g} × | {cells[0]} | {cells[1]} |")
-    most = {
-        kind: max((speed for speed, share in each.items() if share >= _AIM), default=0.0)
-        for kind, each in shares.items()
-    }
-    lines.append("")
-    if most["apart"] and most["both"]:
-        lines.append(
-            f"With nine tenths of the requests within the limits: {most['apart']:g} × against {most['both']:g} "
-            f"×, {most['apart'] / most['both'] - 1:+.0%} "
-            "(theirs: +75 %, 10 + 10 instances against 20 of vLLM, on requests of their own traffic with the "
-            "same limits). Speeds are a quarter apart, so each is known to within a quarter. "
-            "How many instances do what is chosen for this trace; theirs was half and half."
-        )
+    gains = []
+    for aim in _AIMS:
+        apart, both = (max((s for s, share in shares[kind].items() if share >= aim), default=0.0) for kind in shares)
+        if apart and both:
+            gain = f"{apart:g} × against {both:g} × ({apart / both - 1:+.0%})"
+            gains.append(f"with {aim:.0%} of the requests within the limits, {gain}")
+    lines += [
+        "",
+        f"At most: {'; '.join(gains)}. Speeds are a quarter apart, so each is known to within a quarter. Theirs: "
+        f"+75 %, "
+        "10 + 10 instances against 20 of vLLM, requests of their own traffic, the same limits.",
+        "",
+        "Where this differs by more than 20 %: the gain depends on how many may miss the limits, and on the "
+        "baseline. Ours "
+        "has chunked prefill, which spreads a long prompt over many steps; and a request's limit is for the mean "
+        "of its "
+        "gaps, so one long gap among many is forgiven. How many instances do what is chosen for this trace; "
+        "theirs was "
+        "half and half.",
+    ]
     return lines
 
 
