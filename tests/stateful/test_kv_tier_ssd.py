@@ -105,8 +105,15 @@ class TiersMachine(RuleBasedStateMachine):
     def in_dram(self) -> set[int]:
         return {KEYS.index(slot.key) for slot in self.store.ledger.slots.registered() if slot.key is not None}
 
-    @rule(number=numbers)
-    def writes(self, number: int) -> None:
+    @rule(some=st.lists(numbers, min_size=1, max_size=6))
+    def writes(self, some: list[int]) -> None:
+        """One after the other, with demotion between them as there is time for it."""
+        for at, number in enumerate(some):
+            self.write(number)
+            if at % 2:
+                self.demotes(times=2)
+
+    def write(self, number: int) -> None:
         """Computed again where it is nowhere; the same bytes, as equal keys say."""
         self.version.setdefault(number, len(self.version))
         request_id, lease = self.next_request(), new_lease_id()
@@ -129,7 +136,10 @@ class TiersMachine(RuleBasedStateMachine):
         self.store.ledger.release(lease, time.time_ns())
         assert number in self.in_dram()
 
-    @rule(times=st.integers(1, 3))
+    @rule()
+    def has_time(self) -> None:
+        self.demotes(times=4)
+
     def demotes(self, times: int) -> None:
         before = self.in_dram() | self.on_ssd()
         evictions = self.store.counters.evictions
@@ -179,7 +189,11 @@ class TiersMachine(RuleBasedStateMachine):
     @rule(some=st.sets(numbers, max_size=3))
     def is_flushed(self, some: set[int]) -> None:
         keys = [KEYS[number] for number in some]
-        gone = self.ssd.remove(keys)
+
+        async def removed() -> list[ChunkMeta]:
+            return self.ssd.remove(keys)
+
+        gone = self.run(removed())
         slots = [slot for key in keys if (slot := self.store.ledger.slots.find(key)) is not None]
         self.store.withdraw(slots, EvictReason.FLUSH)
         self.store.tell_flushed(meta.key for meta in gone)
@@ -232,5 +246,5 @@ class TiersMachine(RuleBasedStateMachine):
             self.folder.cleanup()
 
 
-TiersMachine.TestCase.settings = settings(max_examples=25, stateful_step_count=30, deadline=None)
+TiersMachine.TestCase.settings = settings(max_examples=30, stateful_step_count=20, deadline=None)
 TestTiers = TiersMachine.TestCase
