@@ -21,10 +21,10 @@ from halfmoon.schemas.chunks import ChunkPlacement
 from halfmoon.schemas.registry import LookedUp, Lookup, MemberJoined
 from halfmoon.schemas.wire import ErrorCode
 from support.etcd import EtcdServer, free_port
+from support.heart import Heart
 from support.nats import NatsServer
 from support.registry import (
     Ear,
-    Heart,
     RunningRegistry,
     applied,
     eventually,

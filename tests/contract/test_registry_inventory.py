@@ -20,10 +20,10 @@ from halfmoon.schemas.kv_tier import Done, Retell
 from halfmoon.schemas.registry import Snapshot, SnapshotPage
 from halfmoon.schemas.wire import ErrorCode
 from support.etcd import EtcdServer
+from support.heart import Heart
 from support.pool_nodes import Node, key_of, running_node
 from support.registry import (
     CALL_TIMEOUT_S,
-    Heart,
     RunningRegistry,
     applied,
     etcd_agrees,

@@ -33,10 +33,10 @@ from halfmoon.schemas.registry import (
 from halfmoon.schemas.wire import Error, ErrorCode
 from support.buses import BusMaker
 from support.etcd import EtcdServer
+from support.heart import Heart
 from support.registry import (
     CALL_TIMEOUT_S,
     Ear,
-    Heart,
     RunningRegistry,
     applied,
     cleared,

@@ -45,6 +45,7 @@ class System:
         model: Path,
         *arguments: str,
         environ: Mapping[str, str] | None = None,
+        timeout_s: float = START_TIMEOUT_S,
     ) -> Self:
         """Start it, and return once it has printed `ready`. Raises AssertionError with its output where it doesn't."""
         port = free_port()
@@ -69,7 +70,7 @@ class System:
         is_ready = threading.Event()
         system.reader = threading.Thread(target=system._read, args=(is_ready,), daemon=True)
         system.reader.start()
-        deadline = time.monotonic() + START_TIMEOUT_S
+        deadline = time.monotonic() + timeout_s
         while not is_ready.wait(0.1):
             if process.poll() is not None or time.monotonic() > deadline:
                 system.stop()

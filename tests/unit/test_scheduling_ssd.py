@@ -30,10 +30,10 @@ def test_sources_are_the_own_node_then_memory_then_ssds() -> None:
 def test_a_node_pays_for_reading_its_own_ssd_and_for_others() -> None:
     estimates = Assumed(pull_bytes_per_s=100.0, ssd_bytes_per_s=50.0)
     prefix = CachedPrefix(MATCH, 100, estimates, "salt")
-    assert (prefix.on(A).num_leading, prefix.on(A).read_s) == (3, pytest.approx(2 * 2.0))
-    assert (prefix.on(B).num_leading, prefix.on(B).read_s) == (2, 0.0)
+    assert [prefix.on(node).num_leading for node in (A, B)] == [3, 2]
+    assert [prefix.on(node).read_s for node in (A, B)] == pytest.approx([2 * 2.0, 0.0])
     # A reads two of its own and pulls the last from C's SSD: (2 + 1) s. C pulls the first two from memory: 1 s each.
-    assert (prefix.pull_to(A).num_chunks, prefix.pull_to(A).total_s) == (1, pytest.approx(4.0 + 3.0))
-    assert (prefix.pull_to(C).num_chunks, prefix.pull_to(C).total_s) == (2, pytest.approx(2.0 + 2 * 2.0))
+    assert [prefix.pull_to(node).num_chunks for node in (A, C)] == [1, 2]
+    assert [prefix.pull_to(node).total_s for node in (A, C)] == pytest.approx([4.0 + 3.0, 2.0 + 2 * 2.0])
     assert MATCH.num_on_ssd(A) == 2
     assert MATCH.num_on_ssd(C) == 2

@@ -41,7 +41,6 @@ class Keys:
     def member(self, worker: WorkerId) -> bytes:
         return self.members + worker.encode()
 
-
     def flush(self, seq: int) -> bytes:
         return self.flushes + f"{seq:020d}".encode()
 
