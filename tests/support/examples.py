@@ -383,9 +383,7 @@ EXAMPLES: tuple[wire.Message, ...] = (
         num_changed=1,
         num_pins=2,
         nodes=(
-            registry.NodePins(
-                node=NODE, num_pinned=1, num_absent=2, num_refused=3, max_slots=4, error="no answer"
-            ),
+            registry.NodePins(node=NODE, num_pinned=1, num_absent=2, num_refused=3, max_slots=4, error="no answer"),
         ),
     ),
     registry.Orders(after=6),

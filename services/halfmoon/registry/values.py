@@ -47,9 +47,7 @@ class Values:
     def heartbeats(self, found: Iterable[KeyValue]) -> list[LiveHeartbeat]:
         return [value for each in found if (value := self._read(self._heartbeat, each)) is not None]
 
-    def orders(
-        self, last: Sequence[KeyValue], flushes: Iterable[KeyValue], pins: Iterable[KeyValue]
-    ) -> OrderBook:
+    def orders(self, last: Sequence[KeyValue], flushes: Iterable[KeyValue], pins: Iterable[KeyValue]) -> OrderBook:
         """All that stands. Raises msgspec.MsgspecError where the last number can't be read."""
         orders = (self._read(self._flush, each) for each in flushes)
         kept = (self._read(self._pin, each) for each in pins)
