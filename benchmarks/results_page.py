@@ -137,8 +137,8 @@ def _overload(found: Found) -> list[str]:
         "the batch expected when this request would join it. The shares depend on which side is shorter of what, "
         "and ours is another one than theirs.",
         "",
-        f"Where this differs by more than 20 %: prediction turns away {counts[2] - counts[1]:+,} requests "
-        f"against early, where "
+        f"Where this differs by more than 20 %: prediction turns away {abs(more):,} requests "
+        f"{'more' if more > 0 else 'fewer'} than early, where "
         "theirs turned away 182 fewer. Here decode is short and prefill is not: with early admission a prompt is "
         "computed "
         f"{waits['early']:.1f} s after its arrival on average, of 30 s allowed. So a prefill for nothing takes "
