@@ -239,8 +239,8 @@ def _pools(found: Found) -> list[str]:
         )
     lines += [
         "",
-        f"Global against local at random: {'; '.join(ratios)}. The paper doesn't say how requests came to its "
-        f"local caches: the better they are placed, the less a global "
+        f"Global against local at random: {'; '.join(ratios)}. How requests came to their "
+        f"local caches isn't known here: the better they are placed, the less a global "
         "pool has left to gain, as the rows between show. Each of ours computes one prompt at a time and keeps "
         "its chunks only when the whole prompt is done.",
     ]
