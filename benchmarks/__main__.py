@@ -1,6 +1,7 @@
-"""Runs every measurement, one after the other, and writes docs/benchmarks.md. `make bench`; about ten minutes.
+"""Runs every measurement, one after the other, and writes docs/benchmarks.md. `make bench`; about twenty minutes.
 
-`python -m benchmarks transports` measures these alone, and replaces their section; so does `… overlap`.
+`python -m benchmarks transports` measures these alone, and replaces their section; so do `… overlap`, `index`,
+`scheduling`, `ssd` and `live`.
 
 Let nothing else run meanwhile: comparisons are made side by side in one run, but absolute figures are the machine's.
 """
@@ -19,7 +20,7 @@ from typing import Any
 
 from rich.console import Console
 
-from benchmarks import index, overlap, scheduling, ssd, system, transport_bandwidth, transport_page
+from benchmarks import index, live, overlap, scheduling, ssd, system, transport_bandwidth, transport_page
 
 PAGE = Path(__file__).parents[1] / "docs" / "benchmarks.md"
 AIMS = {
@@ -48,6 +49,7 @@ def page(
     indexes: index.Figures,
     disks: ssd.Figures,
     decisions: Sequence[scheduling.Figure],
+    lives: live.Figures,
 ) -> str:
     lines = [
         "# Benchmarks",
@@ -116,6 +118,8 @@ def page(
         *scheduling.section(decisions),
         "",
         *ssd.section(disks),
+        "",
+        *live.section(lives),
     ]
     return "\n".join(lines) + "\n"
 
@@ -127,6 +131,7 @@ def measure_alone(name: str, console: Console) -> None:
         "index": (index.HEADING, lambda: index.section(index.run())),
         "ssd": (ssd.HEADING, lambda: ssd.section(ssd.run())),
         "overlap": (overlap.HEADING, lambda: overlap.section(overlap.measure())),
+        "live": (live.HEADING, lambda: live.section(live.run())),
         "scheduling": (scheduling.HEADING, lambda: scheduling.section(scheduling.run())),
     }
     if name not in sections:
@@ -168,7 +173,9 @@ def main() -> None:
         decisions = scheduling.run()
         status.update("the disk")
         disks = ssd.run()
-    text = page(engines, figures, bandwidths, overlaps, indexes, disks, decisions)
+        status.update("the simulator")
+        lives = live.run()
+    text = page(engines, figures, bandwidths, overlaps, indexes, disks, decisions, lives)
     PAGE.write_text(text)
     console.print(text, markup=False, highlight=False)
 

@@ -125,7 +125,7 @@ def _overload(found: Found) -> list[str]:
 
     def swing(name: str, column: str) -> float:
         """Of the time while requests come."""
-        return statistics.pstdev(found[f"overload {name}"]["load"][column][20:330])
+        return float(statistics.pstdev(found[f"overload {name}"]["load"][column][20:330]))
 
     early, predictive = (count / counts[0] - 1 for count in counts[1:])
     lines += [

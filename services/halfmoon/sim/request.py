@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from enum import StrEnum
 
-from halfmoon.schemas.ids import ChunkKey, RequestId
+from halfmoon.schemas.ids import ChunkKey, RequestId, WorkerId
 
 
 class Outcome(StrEnum):
@@ -27,6 +27,8 @@ class SimRequest:
     """What it asks for, which is all that schedulers know of its length."""
     group: str = ""
 
+    prefill: WorkerId | None = None
+    """Where it was prefilled. None: nowhere, or by its decode worker."""
     num_reused: int = 0
     """Chunks that were there when its prefill began."""
     prefill_s: float = 0.0

@@ -154,6 +154,7 @@ class Simulation:
             return
         first = plan.prefills[0]
         prefill = self.cluster.prefills[first.worker.worker]
+        request.prefill = prefill.worker
         prefill.submit(request, first, match, decode.node, decode.kv_there)
         if plan.replication is not None:
             copy = plan.replication
