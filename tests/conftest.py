@@ -38,10 +38,10 @@ _SYSTEMS = frozenset({"shm_system", "tcp_system", "any_system"})
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Where several processes share the tests (`-n`): a file's tests stay together, and so do all that use the running
     systems of `tests/e2e`. These begin first, since they take longest."""
-    if config.pluginmanager.hasplugin("xdist"):
+    if hasattr(config, "workerinput"):
         for item in items:
             is_of_systems = not _SYSTEMS.isdisjoint(getattr(item, "fixturenames", ()))
-            item.add_marker(pytest.mark.xdist_group("systems" if is_of_systems else str(item.path)))
+            item.add_marker(pytest.mark.xdist_group("systems" if is_of_systems else item.location[0]))
     items.sort(key=lambda item: item.path.parent.name != "e2e")
 
 
