@@ -18,7 +18,12 @@ from support.slots import Slots, checksums
 from support.vllm import Pair, answered, holds_no_blocks, llm_of, root_of
 from support.wait import until_awaited
 
-pytestmark = [pytest.mark.vllm, pytest.mark.nightly, pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(600)]
+pytestmark = [
+    pytest.mark.vllm,
+    pytest.mark.nightly,
+    pytest.mark.asyncio(loop_scope="session"),
+    pytest.mark.timeout(600),
+]
 
 LONG = random_tokens(6 * CHUNK_TOKENS + 9, seed=500)
 NUM_ABORTS = 200
