@@ -2,7 +2,8 @@
 #
 #   make up PORT=8001 ARGS="--prefill 2"     more options: .venv/bin/halfmoon up --help
 #   make up ENGINE=vllm                      vLLM has an environment of its own: see docs/engines.md
-#   make test JOBS=1                        tests one at a time; most of them wait, so more processes than cores pay
+#   make test JOBS=1                         tests one at a time; most of them wait, so more processes than cores pay
+#   make test ARGS="-m nightly"              those that are too slow for every change
 #   make TORCH="torch==2.13.0" PYTHON=python3.12 …
 
 PYTHON ?= python3
@@ -31,7 +32,7 @@ endif
 
 test: setup-dev  ## Pass the tests: real servers, real processes, the real small model
 	-@PYTHONPATH=tests $(BIN)/python -m support.model
-	$(BIN)/pytest -n $(JOBS) --dist loadgroup --no-loadscope-reorder $(ARGS)
+	$(BIN)/pytest -n $(JOBS) --dist loadgroup --no-loadscope-reorder -m "not nightly" --durations 20 $(ARGS)
 
 test-vllm:       ## Pass the tests of the vLLM engine, in vLLM's own environment; fails where none could be run
 	scripts/vllm.sh pytest -m vllm --require-vllm tests/engine_vllm tests/contract/test_engine_contract.py $(ARGS)

@@ -17,7 +17,7 @@ PROMPT_TOKENS = 1500
 NUM_CHUNKS = 6  # the last is a partial one
 
 
-@pytest.fixture(params=["auto", "tcp"])
+@pytest.fixture(params=["auto", pytest.param("tcp", marks=pytest.mark.nightly)])
 def system(request: pytest.FixtureRequest, model: Path, tmp_path: Path) -> Iterator[System]:
     options = (f"--chunk-tokens={CHUNK_TOKENS}", "--threads=1", "--arena-mib=256", f"--transport={request.param}")
     system = System.start(tmp_path / "data", model, *options)
