@@ -6,6 +6,7 @@ import gc
 import warnings
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -31,18 +32,23 @@ def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(VllmTests(config.getoption("--require-vllm")))
 
 
-_SYSTEMS = frozenset({"shm_system", "tcp_system", "any_system"})
+_SYSTEMS = ("shm_system", "tcp_system", "any_system")
+
+
+@cache
+def _is_of_systems(file: Path) -> bool:
+    return file.parent.name == "e2e" and any(name in file.read_text() for name in _SYSTEMS)
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Where several processes share the tests (`-n`): a file's tests stay together, and so do all that use the running
-    systems of `tests/e2e`. These begin first, since they take longest."""
+    """Where several processes share the tests (`-n`): a file's tests stay together, and so do all files that name the
+    running systems of `tests/e2e`. These begin first, since they take longest."""
     if hasattr(config, "workerinput"):
         for item in items:
-            is_of_systems = not _SYSTEMS.isdisjoint(getattr(item, "fixturenames", ()))
-            item.add_marker(pytest.mark.xdist_group("systems" if is_of_systems else item.location[0]))
-    items.sort(key=lambda item: item.path.parent.name != "e2e")
+            group = "systems" if _is_of_systems(item.path) else item.location[0]
+            item.add_marker(pytest.mark.xdist_group(group))
+    items.sort(key=lambda item: (item.path.parent.name != "e2e", not _is_of_systems(item.path)))
 
 
 _VLLM_WARNINGS = ("DeprecationWarning", "FutureWarning", "UserWarning")
