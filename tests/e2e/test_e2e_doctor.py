@@ -86,6 +86,8 @@ def test_a_node_that_nobody_can_read_from_is_found(system: System, tmp_path: Pat
         assert "no way to read" in shown.stdout
     finally:
         stranger.close()
+    here = f"--data-dir={system.data_dir}"
+    until_blocking(lambda: doctor(here, "--no-measure").returncode == 0, 60, what="it is well again without node-c")
 
 
 def test_without_a_broker_it_says_how_to_name_one(tmp_path: Path) -> None:
