@@ -10,14 +10,14 @@ from support.halves import halves
 from support.handover import handover_of
 from support.system import System
 
-pytestmark = [pytest.mark.timeout(300), pytest.mark.model]
+pytestmark = [pytest.mark.timeout(300), pytest.mark.model, pytest.mark.nightly]
 
 CHUNK_TOKENS = 256
 PROMPT_TOKENS = 1500
 NUM_CHUNKS = 6  # the last is a partial one
 
 
-@pytest.fixture(params=["auto", pytest.param("tcp", marks=pytest.mark.nightly)])
+@pytest.fixture(params=["auto", "tcp"])
 def system(request: pytest.FixtureRequest, model: Path, tmp_path: Path) -> Iterator[System]:
     options = (f"--chunk-tokens={CHUNK_TOKENS}", "--threads=1", "--arena-mib=256", f"--transport={request.param}")
     system = System.start(tmp_path / "data", model, *options)

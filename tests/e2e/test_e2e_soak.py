@@ -183,6 +183,7 @@ async def test_a_server_that_stands_still_for_ten_seconds_costs_no_answer_its_tr
         await State.of(system, bus, load.connection.jetstream())
 
 
+@pytest.mark.nightly
 async def test_random_faults_under_load_leave_all_as_it_was(system: System, bus: NatsBus) -> None:
     others = [Another(system, "conductor", "conductor-2"), Another(system, "registry", "registry-2")]
     faults = Faults(system, SEED, others)

@@ -19,7 +19,7 @@ from support.reference import greedy
 from support.system import System
 from support.wait import until_awaited
 
-pytestmark = [pytest.mark.timeout(240), pytest.mark.model]
+pytestmark = [pytest.mark.timeout(240), pytest.mark.model, pytest.mark.nightly]
 
 CHUNK_TOKENS = 64
 MAX_TOKENS = 6

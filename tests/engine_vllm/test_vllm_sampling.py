@@ -13,7 +13,12 @@ from support.model import small_model
 from support.prompts import random_tokens
 from support.vllm import Pair, root_of
 
-pytestmark = [pytest.mark.vllm, pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(600)]
+pytestmark = [
+    pytest.mark.vllm,
+    pytest.mark.nightly,
+    pytest.mark.asyncio(loop_scope="session"),
+    pytest.mark.timeout(600),
+]
 
 PROMPT = random_tokens(CHUNK_TOKENS + 3, seed=300)
 OTHERS = [random_tokens(count, seed=310 + count) for count in (1, 30, CHUNK_TOKENS)]

@@ -16,7 +16,7 @@ from support.reference import greedy
 from support.system import System
 from support.wait import until
 
-pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.vllm, pytest.mark.nightly, pytest.mark.timeout(600)]
 
 CHUNK_TOKENS = 64
 START_TIMEOUT_S = 280.0
