@@ -2,7 +2,7 @@
 #
 #   make up PORT=8001 ARGS="--prefill 2"     more options: .venv/bin/halfmoon up --help
 #   make up ENGINE=vllm                      vLLM has an environment of its own: see docs/engines.md
-#   make test JOBS=1                         tests one at a time; most of them wait, so more processes than cores pay
+#   make test JOBS=1                         tests one at a time; by default two share them
 #   make test ARGS="-m nightly"              those that are too slow for every change
 #   make TORCH="torch==2.13.0" PYTHON=python3.12 …
 
@@ -11,7 +11,7 @@ TORCH ?= torch==2.13.0
 ENGINE ?= torch
 PORT ?= 8000
 ARGS ?=
-JOBS ?= 3
+JOBS ?= 2
 SOAK_S ?= 600
 SEED ?= $(shell date +%s)
 BIN := .venv/bin
