@@ -77,6 +77,7 @@ class Figures:
     late_s: float = 0.0
     """How late requests were sent, 99th percentile: more than a few ms, and the machine didn't keep up."""
     num_lost: int = 0
+    seconds: float = SECONDS
 
 
 class _Client:
@@ -250,7 +251,7 @@ def run(seconds: float = SECONDS) -> Figures:
             figures = asyncio.run(run_live(system.nats_url, requests))
         finally:
             system.stop()
-    figures.simulated = simulate(requests)
+    figures.simulated, figures.seconds = simulate(requests), seconds
     return figures
 
 
@@ -285,7 +286,7 @@ def section(figures: Figures) -> list[str]:
     lines = [
         HEADING,
         "",
-        f"{len(live):,} requests of {SECONDS / 60:g} minutes of Mooncake's conversation trace, an eighth as long "
+        f"{len(live):,} requests of {figures.seconds / 60:g} min of Mooncake's conversation trace, an eighth as long "
         f"({sum(each.prompt_tokens for each in live):,} prompt tokens), 2 prefill and 2 decode workers with the `sim` "
         f"engine ({PREFILL_TOKENS_PER_S:,.0f} prompt tokens/s, steps of {STEP_S * 1000:g} ms), pools of "
         f"{ARENA_MIB} MiB, `kv_centric`. Nothing but time is simulated in the live system; in the simulator everything "

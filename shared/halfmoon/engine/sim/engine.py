@@ -195,13 +195,14 @@ class SimEngine:
             await self.close(seq_id)
 
     async def _compute(self, sequence: _Sequence, start: int, stop: int) -> None:
-        """Take the time of positions `[start, stop)`, and make their KV from what stands before them."""
-        await self._sleep(sequence, self._timing.prefill_s(stop, start))
+        """Take the time of positions `[start, stop)`, and make their KV from what stands before them, within it."""
+        ends_s = time.monotonic() + self._timing.prefill_s(stop, start)
         at = start * KV_BYTES_PER_TOKEN
         before = bytes(sequence.kv[at - KV_BYTES_PER_TOKEN : at]) if start else bytes(KV_BYTES_PER_TOKEN)
         for kv in prompt_kv(sequence.spec.tokens[:stop], start, before):
             sequence.kv[at : at + KV_BYTES_PER_TOKEN] = kv
             at += KV_BYTES_PER_TOKEN
+        await self._sleep(sequence, max(0.0, ends_s - time.monotonic()))
 
     async def _sleep(self, sequence: _Sequence, duration_s: float) -> None:
         """Sleep, or raise `SequenceClosed` as soon as the sequence is closed."""
