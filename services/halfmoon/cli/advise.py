@@ -1,6 +1,5 @@
 """The commands `halfmoon advise kv-size`, `halfmoon advise chunk-size` and `halfmoon record`."""
 
-import os
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
@@ -8,7 +7,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from halfmoon.config import CommonConfig, ConfigError, load_config
+from halfmoon.cli.connection import operator_config
 
 advise_app = typer.Typer(help="How much memory KV needs, and which chunk size suits the traffic.", no_args_is_help=True)
 
@@ -107,7 +106,7 @@ def chunk_size(
         prefill_tokens_per_s=prefill_tokens_per_s,
         plot=plot,
     )
-    raise typer.Exit(run_chunk_size(options, _common(url, data_dir), Console(), as_json=json))
+    raise typer.Exit(run_chunk_size(options, operator_config(url, data_dir), Console(), as_json=json))
 
 
 def record(
@@ -127,15 +126,4 @@ def record(
     """
     from halfmoon.cli.advise_run import run_record
 
-    raise typer.Exit(run_record(_common(url, data_dir), out, minutes, Console()))
-
-
-def _common(url: str | None, data_dir: Path | None) -> CommonConfig:
-    chosen: dict[str, object] = {} if url is None else {"nats_url": url}
-    if data_dir is not None:
-        chosen["data_dir"] = data_dir
-    try:
-        return load_config(CommonConfig, "up", os.environ, overrides=chosen)
-    except ConfigError as error:
-        typer.echo(f"halfmoon: {error}", err=True)
-        raise typer.Exit(2) from None
+    raise typer.Exit(run_record(operator_config(url, data_dir), out, minutes, Console()))

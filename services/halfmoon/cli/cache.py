@@ -1,6 +1,5 @@
 """The commands `halfmoon cache ls`, `stat`, `pin`, `unpin`, `flush` and `warm`."""
 
-import os
 import sys
 from enum import StrEnum
 from pathlib import Path
@@ -9,7 +8,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from halfmoon.config import CommonConfig, ConfigError, load_config
+from halfmoon.cli.connection import operator_config
 
 cache_app = typer.Typer(
     help="Look at the cluster's KV cache, keep parts of it, throw parts away, and fill it ahead of traffic.",
@@ -89,7 +88,7 @@ def ls(
         limit=limit,
         after=after,
     )
-    raise typer.Exit(run_ls(options, _common(nats_url, data_dir), Console(), as_json=json))
+    raise typer.Exit(run_ls(options, operator_config(nats_url, data_dir), Console(), as_json=json))
 
 
 @cache_app.command("stat")
@@ -105,7 +104,7 @@ def stat(*, json: Json = False, nats_url: NatsUrl = None, data_dir: DataDir = No
     """
     from halfmoon.cli.cache_run import run_stat
 
-    raise typer.Exit(run_stat(_common(nats_url, data_dir), Console(), as_json=json))
+    raise typer.Exit(run_stat(operator_config(nats_url, data_dir), Console(), as_json=json))
 
 
 @cache_app.command("pin")
@@ -135,7 +134,7 @@ def pin(
     options = PromptOptions(files=tuple(prompts or ()), keys=tuple(key or ()), tenant=tenant, model=model)
     if not options.files and not options.keys:
         raise typer.BadParameter("name prompts to pin, or a --key")
-    raise typer.Exit(run_pin(options, _common(nats_url, data_dir), Console(), as_json=json))
+    raise typer.Exit(run_pin(options, operator_config(nats_url, data_dir), Console(), as_json=json))
 
 
 @cache_app.command("unpin")
@@ -161,7 +160,9 @@ def unpin(
     options = PromptOptions(files=tuple(prompts or ()), keys=tuple(key or ()), tenant=tenant, model=model)
     if everything == bool(options.files or options.keys):
         raise typer.BadParameter("name prompts or a --key to unpin, or --all")
-    raise typer.Exit(run_unpin(options, _common(nats_url, data_dir), Console(), as_json=json, everything=everything))
+    raise typer.Exit(
+        run_unpin(options, operator_config(nats_url, data_dir), Console(), as_json=json, everything=everything)
+    )
 
 
 @cache_app.command("flush")
@@ -206,7 +207,7 @@ def flush(
         raise typer.BadParameter("there is nobody to ask: add --yes")
     if not yes:
         typer.confirm(f"Throw away {options.words()}?", abort=True, err=True)
-    raise typer.Exit(run_flush(options, _common(nats_url, data_dir), Console(), as_json=json))
+    raise typer.Exit(run_flush(options, operator_config(nats_url, data_dir), Console(), as_json=json))
 
 
 @cache_app.command("warm")
@@ -251,15 +252,4 @@ def warm(
         timeout_s=timeout_s,
         service_class=service_class,
     )
-    raise typer.Exit(run_warm(options, _common(nats_url, data_dir), Console(), as_json=json))
-
-
-def _common(url: str | None, data_dir: Path | None) -> CommonConfig:
-    chosen: dict[str, object] = {} if url is None else {"nats_url": url}
-    if data_dir is not None:
-        chosen["data_dir"] = data_dir
-    try:
-        return load_config(CommonConfig, "up", os.environ, overrides=chosen)
-    except ConfigError as error:
-        typer.echo(f"halfmoon: {error}", err=True)
-        raise typer.Exit(2) from None
+    raise typer.Exit(run_warm(options, operator_config(nats_url, data_dir), Console(), as_json=json))

@@ -1,14 +1,30 @@
 """How operators' commands reach a running system: over its NATS."""
 
+import os
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from pathlib import Path
+
+import typer
 
 from halfmoon.bus.errors import BusError
 from halfmoon.bus.nats import NatsBus, NatsSettings
 from halfmoon.cli.up.servers import read_nats_url
-from halfmoon.config import CommonConfig
+from halfmoon.config import CommonConfig, ConfigError, load_config
 
 _CONNECT_S = 5.0
+
+
+def operator_config(url: str | None, data_dir: Path | None) -> CommonConfig:
+    """What was given on the command line, over the settings. Ends the command with a line where they are wrong."""
+    chosen: dict[str, object] = {} if url is None else {"nats_url": url}
+    if data_dir is not None:
+        chosen["data_dir"] = data_dir
+    try:
+        return load_config(CommonConfig, "up", os.environ, overrides=chosen)
+    except ConfigError as error:
+        typer.echo(f"halfmoon: {error}", err=True)
+        raise typer.Exit(2) from None
 
 
 class NotConnected(Exception):
