@@ -21,8 +21,8 @@ import structlog
 from halfmoon.chunks.checksum import checksum
 from halfmoon.eviction import PolicyName, make_policy
 from halfmoon.kv_tier.quotas import TierBook
-from halfmoon.kv_tier.ssd import SsdStore
-from halfmoon.kv_tier.ssd_directory import SsdDirectory
+from halfmoon.kv_tier.ssd.directory import SsdDirectory
+from halfmoon.kv_tier.ssd.store import SsdStore
 from halfmoon.pool.arena import Arena
 from halfmoon.schemas.chunks import ChunkMeta, Tier
 from halfmoon.schemas.ids import ChunkKey, RequestId

@@ -10,7 +10,7 @@ import pytest
 from halfmoon.bus.endpoint import Envelope, read_stream, serve
 from halfmoon.bus.errors import BusError, StreamGap
 from halfmoon.bus.protocol import Bus
-from halfmoon.kv_tier.ssd_file import file_bytes
+from halfmoon.kv_tier.ssd.file import file_bytes
 from halfmoon.pool import PoolClient
 from halfmoon.schemas import subjects
 from halfmoon.schemas.chunks import ChunkEvent, ChunkEvicted, ChunkOutcome, ChunkRegistered, NodeCleared, Tier

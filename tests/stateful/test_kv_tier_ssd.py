@@ -14,16 +14,16 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from halfmoon.chunks.checksum import checksum
 from halfmoon.eviction import PolicyName, make_policy
-from halfmoon.kv_tier.demotion import Demoter
 from halfmoon.kv_tier.events import Announcer, Outbox
 from halfmoon.kv_tier.flights import PullRequest
-from halfmoon.kv_tier.lower_tier import LowerTier
 from halfmoon.kv_tier.quotas import TierBook
-from halfmoon.kv_tier.reuse import Admission, ReuseMemory, Watermarks
-from halfmoon.kv_tier.ssd import SsdStore
-from halfmoon.kv_tier.ssd_directory import SsdDirectory
-from halfmoon.kv_tier.ssd_file import file_bytes
-from halfmoon.kv_tier.ssd_reads import SsdReader
+from halfmoon.kv_tier.ssd.demotion import Demoter
+from halfmoon.kv_tier.ssd.directory import SsdDirectory
+from halfmoon.kv_tier.ssd.file import file_bytes
+from halfmoon.kv_tier.ssd.lower_tier import LowerTier
+from halfmoon.kv_tier.ssd.reads import SsdReader
+from halfmoon.kv_tier.ssd.reuse import Admission, ReuseMemory, Watermarks
+from halfmoon.kv_tier.ssd.store import SsdStore
 from halfmoon.kv_tier.store import ChunkStore
 from halfmoon.pool.arena import Arena
 from halfmoon.schemas.chunks import ChunkEvent, ChunkMeta, ChunkOutcome, ChunkRegistered, EvictReason, Tier

@@ -15,12 +15,12 @@ from prometheus_client import generate_latest
 from halfmoon.bus.endpoint import Envelope, call, read_stream, serve
 from halfmoon.bus.errors import StreamGap
 from halfmoon.bus.memory import MemoryBroker, MemoryBus
-from halfmoon.kv_tier import ssd as ssd_module
-from halfmoon.kv_tier import ssd_open
 from halfmoon.kv_tier.slots import Slot
-from halfmoon.kv_tier.ssd_breaker import Breaker
-from halfmoon.kv_tier.ssd_directory import SsdDirectory
-from halfmoon.kv_tier.ssd_file import FileBody, file_bytes
+from halfmoon.kv_tier.ssd import open as ssd_open
+from halfmoon.kv_tier.ssd import store as ssd_store
+from halfmoon.kv_tier.ssd.breaker import Breaker
+from halfmoon.kv_tier.ssd.directory import SsdDirectory
+from halfmoon.kv_tier.ssd.file import FileBody, file_bytes
 from halfmoon.lifecycle.runtime import StartupError
 from halfmoon.schemas import subjects
 from halfmoon.schemas.chunks import ChunkEvent, ChunkEvicted, ChunkMeta, ChunkOutcome, ChunkRegistered, Tier
@@ -427,7 +427,7 @@ async def test_a_disk_that_fails_reads_is_left_alone_and_its_chunks_are_misses(
 async def test_a_disk_that_hangs_keeps_nobody_waiting_for_long(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
     await fill(node, *NAMES)
     on_ssd = below(node)
-    monkeypatch.setattr(ssd_module, "_SILENCE_S", 0.1)
+    monkeypatch.setattr(ssd_store, "_SILENCE_S", 0.1)
     hasty(node)
     assert node.service.store.lower is not None
     node.service.store.lower.ssd.read_breaker = Breaker(backoff=Backoff(60, 60))

@@ -6,7 +6,10 @@ from hypothesis import strategies as st
 
 from halfmoon.eviction import PolicyName, make_policy
 from halfmoon.kv_tier.quotas import Quotas, TenantQuotas, TierBook, TierQuota
-from halfmoon.kv_tier.reuse import (
+from halfmoon.kv_tier.ssd.book import SsdBook, in_order_of_use
+from halfmoon.kv_tier.ssd.breaker import Breaker
+from halfmoon.kv_tier.ssd.file import FileBody, file_bytes
+from halfmoon.kv_tier.ssd.reuse import (
     Admission,
     Burst,
     Distances,
@@ -15,9 +18,6 @@ from halfmoon.kv_tier.reuse import (
     Watermarks,
     adapted,
 )
-from halfmoon.kv_tier.ssd_book import SsdBook, in_order_of_use
-from halfmoon.kv_tier.ssd_breaker import Breaker
-from halfmoon.kv_tier.ssd_file import FileBody, file_bytes
 from halfmoon.schemas.chunks import ChunkMeta, Tier
 from halfmoon.schemas.ids import ChunkKey, RequestId, TenantId
 from support.pool_nodes import key_of

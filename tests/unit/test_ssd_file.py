@@ -15,8 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from halfmoon.chunks.checksum import checksum
-from halfmoon.kv_tier.ssd_directory import SsdDirectory
-from halfmoon.kv_tier.ssd_file import HEADER_BYTES, BadFile, BadReason, FileBody, encode_header, parse_header
+from halfmoon.kv_tier.ssd.directory import SsdDirectory
+from halfmoon.kv_tier.ssd.file import HEADER_BYTES, BadFile, BadReason, FileBody, encode_header, parse_header
 from halfmoon.lifecycle.runtime import StartupError
 from halfmoon.schemas.chunks import ChunkMeta
 from halfmoon.schemas.ids import ModelName, RequestId

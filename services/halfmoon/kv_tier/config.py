@@ -10,7 +10,7 @@ from msgspec import Meta
 from halfmoon.config import CommonConfig
 from halfmoon.eviction import PolicyName
 from halfmoon.kv_tier.quotas import TenantQuotas, check_quotas
-from halfmoon.kv_tier.reuse import Admission
+from halfmoon.kv_tier.ssd.reuse import Admission
 from halfmoon.pool.arena import DEFAULT_SHM_DIR
 from halfmoon.schemas.chunks import Tier
 

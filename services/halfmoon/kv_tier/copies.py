@@ -20,7 +20,7 @@ from halfmoon.bus.errors import RemoteError
 from halfmoon.chunks.keys import KEY_BYTES
 from halfmoon.kv_tier.flights import PullRequest
 from halfmoon.kv_tier.pull import Puller
-from halfmoon.kv_tier.ssd_reads import SsdReader
+from halfmoon.kv_tier.ssd.reads import SsdReader
 from halfmoon.kv_tier.store import ChunkStore
 from halfmoon.schemas.copies import Cause, Replicate, Replicating
 from halfmoon.schemas.ids import ChunkKey, NodeId, RequestId, WorkerId, new_lease_id

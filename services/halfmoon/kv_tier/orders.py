@@ -15,8 +15,8 @@ from halfmoon.bus.endpoint import Envelope, call
 from halfmoon.bus.errors import BusError
 from halfmoon.bus.protocol import Bus
 from halfmoon.kv_tier.flushes import flushed_by
-from halfmoon.kv_tier.lower_tier import LowerTier
 from halfmoon.kv_tier.slots import Slot
+from halfmoon.kv_tier.ssd.lower_tier import LowerTier
 from halfmoon.kv_tier.store import ChunkStore
 from halfmoon.schemas import subjects
 from halfmoon.schemas.chunks import EvictReason, Tier

@@ -15,7 +15,7 @@ from halfmoon.kv_tier import policy
 from halfmoon.kv_tier.flights import PullRequest
 from halfmoon.kv_tier.ledger import LeaseGone, Misfit
 from halfmoon.kv_tier.pull import Puller
-from halfmoon.kv_tier.ssd_reads import SsdReader
+from halfmoon.kv_tier.ssd.reads import SsdReader
 from halfmoon.kv_tier.store import ChunkStore
 from halfmoon.schemas.chunks import ChunkOutcome, EvictReason
 from halfmoon.schemas.ids import LeaseId, RequestId, WorkerId, new_lease_id

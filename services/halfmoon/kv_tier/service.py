@@ -23,8 +23,8 @@ from halfmoon.kv_tier.probe import Prober
 from halfmoon.kv_tier.pull import Puller
 from halfmoon.kv_tier.rdma import open_rdma
 from halfmoon.kv_tier.requests import Requests
-from halfmoon.kv_tier.ssd_open import OpenSsd, open_ssd
-from halfmoon.kv_tier.ssd_reads import SsdReader
+from halfmoon.kv_tier.ssd.open import OpenSsd, open_ssd
+from halfmoon.kv_tier.ssd.reads import SsdReader
 from halfmoon.kv_tier.store import ChunkStore
 from halfmoon.kv_tier.transports import advertised, authorizer, make_transports, serve_tcp
 from halfmoon.kv_tier.trim import Trimmer

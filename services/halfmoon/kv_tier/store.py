@@ -14,11 +14,11 @@ from halfmoon.kv_tier.events import Announcer
 from halfmoon.kv_tier.eviction import Evictor
 from halfmoon.kv_tier.flushes import FlushBook
 from halfmoon.kv_tier.ledger import Ledger
-from halfmoon.kv_tier.lower_tier import LowerTier
 from halfmoon.kv_tier.pins import Pins
 from halfmoon.kv_tier.quotas import Quotas
 from halfmoon.kv_tier.slots import Evicted, Slot
-from halfmoon.kv_tier.ssd_book import SsdChunk
+from halfmoon.kv_tier.ssd.book import SsdChunk
+from halfmoon.kv_tier.ssd.lower_tier import LowerTier
 from halfmoon.kv_tier.unasked import Unasked
 from halfmoon.pool.arena import Arena, aligned
 from halfmoon.schemas.chunks import ChunkMeta, EvictReason

@@ -3,8 +3,8 @@
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
-from halfmoon.kv_tier.reuse import ReuseMemory, Watermarks
-from halfmoon.kv_tier.ssd import SsdStore
+from halfmoon.kv_tier.ssd.reuse import ReuseMemory, Watermarks
+from halfmoon.kv_tier.ssd.store import SsdStore
 from halfmoon.schemas.chunks import ChunkMeta
 from halfmoon.schemas.ids import ChunkKey, RequestId
 from halfmoon.schemas.kv_tier import SsdStats

@@ -8,15 +8,15 @@ import structlog
 
 from halfmoon.eviction import make_policy
 from halfmoon.kv_tier.config import KvTierConfig
-from halfmoon.kv_tier.demotion import Demoter
-from halfmoon.kv_tier.lower_tier import LowerTier
 from halfmoon.kv_tier.quotas import TierBook
-from halfmoon.kv_tier.reuse import ReuseMemory, Watermarks
-from halfmoon.kv_tier.ssd import SsdStore
-from halfmoon.kv_tier.ssd_directory import SsdDirectory
-from halfmoon.kv_tier.ssd_file import file_bytes
-from halfmoon.kv_tier.ssd_metrics import SsdCollector
-from halfmoon.kv_tier.ssd_reads import SsdReader
+from halfmoon.kv_tier.ssd.demotion import Demoter
+from halfmoon.kv_tier.ssd.directory import SsdDirectory
+from halfmoon.kv_tier.ssd.file import file_bytes
+from halfmoon.kv_tier.ssd.lower_tier import LowerTier
+from halfmoon.kv_tier.ssd.metrics import SsdCollector
+from halfmoon.kv_tier.ssd.reads import SsdReader
+from halfmoon.kv_tier.ssd.reuse import ReuseMemory, Watermarks
+from halfmoon.kv_tier.ssd.store import SsdStore
 from halfmoon.kv_tier.store import ChunkStore
 from halfmoon.lifecycle.runtime import StartupError
 from halfmoon.schemas.chunks import Tier

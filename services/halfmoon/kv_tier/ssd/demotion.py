@@ -11,9 +11,9 @@ import time
 import msgspec
 
 from halfmoon.kv_tier.leases import Lease
-from halfmoon.kv_tier.lower_tier import LowerTier
-from halfmoon.kv_tier.reuse import Burst, Pressure, Watermarks, adapted
 from halfmoon.kv_tier.slots import Slot
+from halfmoon.kv_tier.ssd.lower_tier import LowerTier
+from halfmoon.kv_tier.ssd.reuse import Burst, Pressure, Watermarks, adapted
 from halfmoon.kv_tier.state import SlotState
 from halfmoon.kv_tier.store import ChunkStore
 from halfmoon.schemas.ids import WorkerId, new_lease_id

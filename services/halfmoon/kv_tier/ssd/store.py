@@ -19,10 +19,10 @@ from typing import Any, TypeVar
 import structlog
 
 from halfmoon.kv_tier.quotas import TierBook
-from halfmoon.kv_tier.ssd_book import SsdBook, SsdChunk, in_order_of_use
-from halfmoon.kv_tier.ssd_breaker import Breaker
-from halfmoon.kv_tier.ssd_directory import SsdDirectory
-from halfmoon.kv_tier.ssd_file import BadFile, FileBody
+from halfmoon.kv_tier.ssd.book import SsdBook, SsdChunk, in_order_of_use
+from halfmoon.kv_tier.ssd.breaker import Breaker
+from halfmoon.kv_tier.ssd.directory import SsdDirectory
+from halfmoon.kv_tier.ssd.file import BadFile, FileBody
 from halfmoon.kv_tier.tenant_policies import Policy
 from halfmoon.schemas.chunks import ChunkMeta, EvictReason
 from halfmoon.schemas.ids import ChunkKey, TenantId

@@ -7,7 +7,7 @@ import msgspec
 
 from halfmoon.eviction import Prompt
 from halfmoon.kv_tier.quotas import TierBook
-from halfmoon.kv_tier.ssd_file import HEADER_BYTES, FileBody, file_bytes
+from halfmoon.kv_tier.ssd.file import HEADER_BYTES, FileBody, file_bytes
 from halfmoon.kv_tier.tenant_policies import Policy, TenantPolicies
 from halfmoon.schemas.chunks import ChunkMeta, Tier
 from halfmoon.schemas.ids import ChunkKey, RequestId, TenantId

@@ -19,9 +19,9 @@ import structlog
 from halfmoon.kv_tier.flights import PullRequest
 from halfmoon.kv_tier.flow import Flow
 from halfmoon.kv_tier.ledger import LeaseGone, Misfit
-from halfmoon.kv_tier.lower_tier import LowerTier
 from halfmoon.kv_tier.slots import Slot
-from halfmoon.kv_tier.ssd import NotRead
+from halfmoon.kv_tier.ssd.lower_tier import LowerTier
+from halfmoon.kv_tier.ssd.store import NotRead
 from halfmoon.kv_tier.store import ChunkStore
 from halfmoon.schemas.chunks import ChunkMeta, ChunkOutcome, Tier
 from halfmoon.schemas.ids import ChunkKey, NodeId, WorkerId, new_lease_id

@@ -23,7 +23,7 @@ from pathlib import Path
 import structlog
 
 from halfmoon.chunks.keys import KEY_BYTES
-from halfmoon.kv_tier.ssd_file import (
+from halfmoon.kv_tier.ssd.file import (
     HEADER_BYTES,
     BadFile,
     BadReason,
