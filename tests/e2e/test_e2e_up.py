@@ -21,7 +21,7 @@ from halfmoon.schemas import subjects
 from halfmoon.schemas.ids import NodeId
 from halfmoon.schemas.kv_tier import PoolStats, Stats
 from support.faults import Faults, processes_of
-from support.system import System, clean_environ, free_port
+from support.system import System, clean_environ, free_port, up_command
 from support.wait import until_blocking
 
 pytestmark = pytest.mark.timeout(300)
@@ -104,6 +104,28 @@ def test_a_stop_leaves_no_process_and_no_memory(system: System, number: signal.S
     assert not [pid for pid in pids if is_alive(pid)]
     assert arenas(system) == []
     assert system.text.rstrip().endswith("stopped")
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_without_a_reader_it_comes_up_and_stops_all_the_same(
+    model: Path, tmp_path: Path, number: signal.Signals
+) -> None:
+    port = free_port()
+    command = up_command(tmp_path, model, port, *SIM)
+    process = subprocess.Popen(command, env=clean_environ(), stdout=subprocess.PIPE, text=True, start_new_session=True)
+    system = System(process, port, tmp_path)
+    try:
+        assert subprocess.run(["head", "-n1"], stdin=process.stdout, stdout=subprocess.DEVNULL).returncode == 0
+        assert process.stdout is not None
+        process.stdout.close()
+        until_blocking(lambda: is_ready(system), 200, what="ready")
+        pids = processes_of(system).values()
+        assert len(pids) == len(PROCESSES) + 1
+    finally:
+        code = system.stop(number)
+    assert code == 0
+    assert not [pid for pid in pids if is_alive(pid)]
+    assert arenas(system) == []
 
 
 def test_the_table_and_the_curl_are_true(lasting: System) -> None:

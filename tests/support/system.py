@@ -28,6 +28,11 @@ def clean_environ(extra: Mapping[str, str] | None = None) -> dict[str, str]:
     return environ | {"HF_HUB_OFFLINE": "1"} | dict(extra or {})
 
 
+def up_command(data_dir: Path, model: Path, port: int, *arguments: str) -> list[str]:
+    given = (f"--data-dir={data_dir}", f"--model={model}", f"--port={port}", *arguments)
+    return [sys.executable, "-m", "halfmoon.cli.app", "up", *given]
+
+
 @dataclass(slots=True)
 class System:
     """A running `halfmoon up`."""
@@ -50,16 +55,7 @@ class System:
         """Start it, and return once it has printed `ready`. Raises AssertionError with its output where it doesn't."""
         port = free_port()
         process = subprocess.Popen(
-            [
-                sys.executable,
-                "-m",
-                "halfmoon.cli.app",
-                "up",
-                f"--data-dir={data_dir}",
-                f"--model={model}",
-                f"--port={port}",
-                *arguments,
-            ],
+            up_command(data_dir, model, port, *arguments),
             env=clean_environ(environ),
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,

@@ -11,8 +11,8 @@ from rich.console import Console
 
 from halfmoon.cli.advise import advise_app, record
 from halfmoon.cli.cache import cache_app
+from halfmoon.cli.connection import operator_config
 from halfmoon.cli.sim import sim_app
-from halfmoon.config import CommonConfig, ConfigError, load_config
 
 app = typer.Typer(
     name="halfmoon",
@@ -100,13 +100,14 @@ def up(
     from halfmoon.cli.models import resolve_model
     from halfmoon.cli.up.command import run_up
     from halfmoon.cli.up.plan import UpOptions
+    from halfmoon.cli.up.screen import UpConsole
     from halfmoon.engine.installed import missing
 
-    console = Console()
+    console = UpConsole()
     if (what := missing(engine.value)) is not None:
         console.print(f"halfmoon up: {what}", style="red", markup=False, highlight=False, soft_wrap=True)
         raise typer.Exit(2)
-    common = _common({} if data_dir is None else {"data_dir": data_dir})
+    common = operator_config(None, data_dir)
     folder, name = resolve_model(model, common, console, needs_weights=engine is not EngineName.sim)
     options = UpOptions(
         model=folder,
@@ -176,7 +177,7 @@ def trace(
     """
     from halfmoon.cli.trace import print_trace
 
-    common = _common({} if data_dir is None else {"data_dir": data_dir})
+    common = operator_config(None, data_dir)
     raise typer.Exit(print_trace(Console(), common.data_dir / "traces.db", request_id, width))
 
 
@@ -204,11 +205,8 @@ def doctor(
     from halfmoon.cli.doctor.command import run_doctor
     from halfmoon.cli.doctor.examine import Effort
 
-    chosen: dict[str, object] = {} if data_dir is None else {"data_dir": data_dir}
-    if nats_url is not None:
-        chosen["nats_url"] = nats_url
     effort = Effort() if measure else Effort(probe_bytes=0)
-    raise typer.Exit(run_doctor(_common(chosen), effort, Console(), as_json=json))
+    raise typer.Exit(run_doctor(operator_config(nats_url, data_dir), effort, Console(), as_json=json))
 
 
 @app.command()
@@ -231,10 +229,9 @@ def top(
     """
     from halfmoon.cli.top import run_top
 
-    chosen: dict[str, object] = {} if data_dir is None else {"data_dir": data_dir}
-    if nats_url is not None:
-        chosen["nats_url"] = nats_url
-    raise typer.Exit(run_top(_common(chosen), Console(), once=once, as_json=json, interval_s=interval_s))
+    raise typer.Exit(
+        run_top(operator_config(nats_url, data_dir), Console(), once=once, as_json=json, interval_s=interval_s)
+    )
 
 
 @model_app.command("fetch")
@@ -243,16 +240,8 @@ def fetch(data_dir: DataDir = None) -> None:
     from halfmoon.cli.models import resolve_model
 
     console = Console()
-    folder, _ = resolve_model(None, _common({} if data_dir is None else {"data_dir": data_dir}), console)
+    folder, _ = resolve_model(None, operator_config(None, data_dir), console)
     console.print(str(folder), markup=False, highlight=False)
-
-
-def _common(overrides: dict[str, object]) -> CommonConfig:
-    try:
-        return load_config(CommonConfig, "up", os.environ, overrides=overrides)
-    except ConfigError as error:
-        typer.echo(f"halfmoon: {error}", err=True)
-        raise typer.Exit(2) from None
 
 
 def main() -> None:

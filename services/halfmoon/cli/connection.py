@@ -45,8 +45,8 @@ async def connected(config: CommonConfig, command: str) -> AsyncIterator[NatsBus
     try:
         bus = await NatsBus.connect(settings)
     except BusError as error:
-        hint = "set HALFMOON_NATS_URL, or --data-dir of the system that `halfmoon up` runs"
-        raise NotConnected(f"{error}: {hint}") from None
+        hint = "for a system that `halfmoon up` runs, give its --data-dir"
+        raise NotConnected(f"{error}; {hint}") from None
     try:
         yield bus
     finally:

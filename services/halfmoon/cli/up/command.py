@@ -99,6 +99,8 @@ class _Up:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, asked_to_stop.set)
+        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # as under nohup
+            loop.add_signal_handler(signal.SIGHUP, self._hang_up, asked_to_stop)
         life = asyncio.create_task(self._live())
         stop = asyncio.create_task(asked_to_stop.wait())
         try:
@@ -111,6 +113,11 @@ class _Up:
                 task.cancel()
             await asyncio.gather(life, stop, return_exceptions=True)
             await self._shut_down()
+
+    def _hang_up(self, asked_to_stop: asyncio.Event) -> None:
+        """The terminal is gone: what would be written to it now is an error."""
+        self._console.quiet = True
+        asked_to_stop.set()
 
     async def _live(self) -> None:
         console, options = self._console, self._options

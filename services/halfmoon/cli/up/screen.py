@@ -1,5 +1,7 @@
 """What a person sees while the system comes up, and once it is there."""
 
+import os
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import TracebackType
@@ -11,6 +13,17 @@ from rich.table import Table
 
 from halfmoon.cli.up.plan import Endpoints, ProcessSpec, UpOptions
 from halfmoon.cli.up.process import ChildProcess
+
+
+class UpConsole(Console):
+    """Where nobody reads any more (`halfmoon up | head`), the system goes on all the same."""
+
+    def on_broken_pipe(self) -> None:
+        self.quiet = True
+        # What Python flushes at its end must go somewhere too.
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, sys.stdout.fileno())
+        os.close(nowhere)
 
 
 class StartScreen:
