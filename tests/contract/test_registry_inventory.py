@@ -5,6 +5,7 @@ import secrets
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from halfmoon.bus.endpoint import call, read_stream
@@ -14,7 +15,7 @@ from halfmoon.bus.protocol import Bus
 from halfmoon.bus.streams import CHUNKS
 from halfmoon.scheduling.index import ChunkIndex
 from halfmoon.schemas import subjects
-from halfmoon.schemas.chunks import ChunkEvent
+from halfmoon.schemas.chunks import ChunkEvent, ChunkRegistered, Tier
 from halfmoon.schemas.ids import ChunkKey, NodeId, WorkerId
 from halfmoon.schemas.kv_tier import Done, Retell
 from halfmoon.schemas.registry import Snapshot, SnapshotPage
@@ -129,7 +130,11 @@ async def test_what_the_stream_left_out_or_said_wrongly_is_set_right_also_for_th
         epoch = node.client.info.epoch
         await node.client.release(await node.write(*NAMES))
         await eventually(lambda: told(bus, "a"))
-        # As after a gap: something is thought to be there that isn't, and something isn't that is.
+        # As after a gap: something is thought to be there that isn't, something isn't that is, one is on no SSD.
+        chunk = node.service.store.meta_of(key_of(NAMES[1]))
+        assert chunk is not None
+        on_ssd = msgspec.structs.replace(chunk, tier=Tier.SSD)
+        await publish(bus, ChunkRegistered(node=NodeId("a"), epoch=epoch, chunks=(on_ssd,)))
         wrong = evicted("a", epoch, 1)
         await publish(bus, type(wrong)(node=wrong.node, epoch=epoch, keys=(key_of(NAMES[0]),), reason=wrong.reason))
         seq = await publish(bus, registered("a", epoch, 1))
@@ -141,8 +146,15 @@ async def test_what_the_stream_left_out_or_said_wrongly_is_set_right_also_for_th
             held, _ = await inventory(bus, "a")
             assert held == {key_of(name) for name in NAMES}
 
+            async def tier_is_right() -> bool:
+                (placements, _, _) = await snapshot(bus)
+                return {each.chunk.tier for each in placements} == {Tier.DRAM}
+
+            await eventually(tier_is_right)
+
             async def index_agrees() -> bool:
-                return len(index) == len(held) and all(index.nodes_of(key) == {"a"} for key in held)
+                on_ssd = index.match((key_of(NAMES[1]),), {NodeId("a"): epoch}).on_ssd
+                return len(index) == len(held) and not any(on_ssd) and all(index.nodes_of(key) == {"a"} for key in held)
 
             await eventually(index_agrees)
             await heart.stop()

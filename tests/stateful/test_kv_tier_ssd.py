@@ -234,7 +234,7 @@ class TiersMachine(RuleBasedStateMachine):
         expected = {KEYS[number]: Tier.SSD for number in self.on_ssd()}
         expected |= {KEYS[number]: Tier.DRAM for number in self.in_dram()}
         assert self.known == expected
-        assert self.store.inventory(None, 100) == sorted(expected)
+        assert list(self.store.inventory(None, 100)) == sorted(expected)
         assert self.ssd.book.num_bytes <= self.ssd.limit_bytes
         self.is_damaged &= self.on_ssd()
 

@@ -25,7 +25,7 @@ from halfmoon.lifecycle.runtime import StartupError
 from halfmoon.schemas import subjects
 from halfmoon.schemas.chunks import ChunkEvent, ChunkEvicted, ChunkMeta, ChunkOutcome, ChunkRegistered, Tier
 from halfmoon.schemas.ids import ChunkKey, RequestId
-from halfmoon.schemas.kv_tier import AcquiredChunk, Done, Retell, SsdStats
+from halfmoon.schemas.kv_tier import AcquiredChunk, Done, Inventory, InventoryPage, Retell, SsdStats
 from halfmoon.schemas.registry import Orders, StandingOrders
 from halfmoon.transport.health import Backoff
 from support.pool_nodes import CHUNK_BYTES, Node, content_of, key_of, running_node, write_chunks
@@ -216,6 +216,9 @@ async def test_more_than_dram_holds_is_kept_on_the_ssd_and_comes_back_exactly(no
     await until(lambda: len(believed(events)) == len(NAMES))
     tiers = {key_of(name): Tier.DRAM if in_dram(node, name) else Tier.SSD for name in NAMES}
     await until(lambda: {key: meta.tier for key, meta in believed(events).items()} == tiers)
+    page = await call(node.bus, "halfmoon.kvtier.node-a.inventory", Inventory(), InventoryPage, timeout_s=5.0)
+    assert page.keys == tuple(sorted(tiers))
+    assert page.on_ssd == tuple(key for key in page.keys if tiers[key] is Tier.SSD)
     assert not [event for event in events if isinstance(event, ChunkEvicted)], "no chunk was nowhere at any time"
     metrics = generate_latest(node.metrics.registry).decode()
     assert f"halfmoon_kvtier_ssd_hits_total {len(on_ssd)}.0" in metrics
@@ -462,7 +465,7 @@ async def test_a_restart_finds_what_was_there_and_announces_it_under_the_new_epo
         assert {event.epoch for event in events[-2:]} == {node.client.info.epoch}
         assert stats_of(node).removed == {"torn": 1}
         assert not torn.exists()
-        assert node.service.store.inventory(None, 100) == sorted(expected)
+        assert node.service.store.inventory(None, 100) == dict.fromkeys(expected, Tier.SSD)
         for name in NAMES:
             outcome = SSD if key_of(name) in expected else MISS
             assert [chunk.outcome for chunk in await read(node, name)] == [outcome]

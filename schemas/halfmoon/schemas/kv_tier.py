@@ -227,6 +227,8 @@ class InventoryPage(Message, frozen=True, tag="kvtier.inventorypage.v1"):
     """Readable by key at this moment. Fewer than the limit: the last page."""
     pending: int = 0
     """Changes that the stream `CHUNKS` has not been told yet."""
+    on_ssd: tuple[ChunkKey, ...] | None = None
+    """Those of the keys that only the SSD holds. None: this pool doesn't say."""
 
 
 class Retell(Message, frozen=True, tag="kvtier.retell.v1"):

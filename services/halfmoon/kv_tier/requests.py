@@ -17,7 +17,7 @@ from halfmoon.kv_tier.ledger import LeaseGone, Misfit
 from halfmoon.kv_tier.pull import Puller
 from halfmoon.kv_tier.ssd.reads import SsdReader
 from halfmoon.kv_tier.store import ChunkStore
-from halfmoon.schemas.chunks import ChunkOutcome, EvictReason
+from halfmoon.schemas.chunks import ChunkOutcome, EvictReason, Tier
 from halfmoon.schemas.ids import LeaseId, RequestId, WorkerId, new_lease_id
 from halfmoon.schemas.kv_tier import (
     Acquire,
@@ -156,11 +156,13 @@ class Requests:
     async def inventory(self, request: Inventory, envelope: Envelope) -> InventoryPage:
         if not 1 <= request.limit <= MAX_PAGE_KEYS:
             raise _refusal(ErrorCode.INVALID_REQUEST, f"limit is from 1 to {MAX_PAGE_KEYS}, got {request.limit}")
+        tiers = self._store.inventory(request.after, request.limit)
         return InventoryPage(
             node=self._info.node,
             epoch=self._info.epoch,
-            keys=tuple(self._store.inventory(request.after, request.limit)),
+            keys=tuple(tiers),
             pending=self._store.num_untold,
+            on_ssd=tuple(key for key, tier in tiers.items() if tier is Tier.SSD),
         )
 
     async def retell(self, request: Retell, envelope: Envelope) -> Done:

@@ -21,7 +21,7 @@ from halfmoon.kv_tier.ssd.book import SsdChunk
 from halfmoon.kv_tier.ssd.lower_tier import LowerTier
 from halfmoon.kv_tier.unasked import Unasked
 from halfmoon.pool.arena import Arena, aligned
-from halfmoon.schemas.chunks import ChunkMeta, EvictReason
+from halfmoon.schemas.chunks import ChunkMeta, EvictReason, Tier
 from halfmoon.schemas.ids import ChunkKey, LeaseId, RequestId, TenantId
 from halfmoon.schemas.kv_tier import PoolStats, SlotRef, WrittenChunk
 from halfmoon.tracing import Context, Tracer, attributes, link_to, names
@@ -155,12 +155,12 @@ class ChunkStore:
             return slot.meta
         return None if self.lower is None else self.lower.find(key)
 
-    def inventory(self, after: ChunkKey | None, limit: int) -> list[ChunkKey]:
-        """The `limit` smallest keys above `after` that are registered, ascending."""
-        keys = {slot.key for slot in self.ledger.slots.registered() if slot.key is not None}
-        if self.lower is not None:
-            keys.update(meta.key for meta in self.lower.ssd.metas())
-        return heapq.nsmallest(limit, (key for key in keys if after is None or key > after))
+    def inventory(self, after: ChunkKey | None, limit: int) -> dict[ChunkKey, Tier]:
+        """The `limit` smallest keys above `after` that are registered, ascending, each with the best tier it is in."""
+        tiers = {} if self.lower is None else {meta.key: Tier.SSD for meta in self.lower.ssd.metas()}
+        tiers |= {slot.key: Tier.DRAM for slot in self.ledger.slots.registered() if slot.key is not None}
+        keys = heapq.nsmallest(limit, (key for key in tiers if after is None or key > after))
+        return {key: tiers[key] for key in keys}
 
     @property
     def num_untold(self) -> int:

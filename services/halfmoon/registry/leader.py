@@ -104,9 +104,10 @@ class Leader:
     def leads(self) -> bool:
         return self._machine.state is Role.LEADING
 
-    def _differed(self, num_missing: int, num_stale: int) -> None:
+    def _differed(self, num_missing: int, num_stale: int, num_moved: int) -> None:
         self._retold.labels("missing").inc(num_missing)
         self._retold.labels("stale").inc(num_stale)
+        self._retold.labels("wrong_tier").inc(num_moved)
 
     async def run(self, membership: Membership) -> None:
         """Stand for leader, lead, and stand again, until cancelled; then resign."""

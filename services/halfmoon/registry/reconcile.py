@@ -19,10 +19,11 @@ from halfmoon.registry.etcd import StoreUnavailable
 from halfmoon.registry.policy import NodeRecord
 from halfmoon.registry.term import Term
 from halfmoon.schemas import subjects
+from halfmoon.schemas.chunks import Tier
 from halfmoon.schemas.ids import ChunkKey, NodeId
 from halfmoon.schemas.kv_tier import Done, Inventory, InventoryPage, Retell
 
-OnDifference: TypeAlias = Callable[[int, int], None]
+OnDifference: TypeAlias = Callable[[int, int, int], None]
 PAGE_KEYS: Final = 4096
 PAGE_PLACEMENTS: Final = 1000
 NODES_AT_ONCE: Final = 8
@@ -46,7 +47,7 @@ class Reconciler:
         log: structlog.stdlib.BoundLogger,
     ) -> None:
         """`every_s`: how long an agreement is relied on before the node is compared again. `on_difference` hears how
-        many chunks etcd missed, and how many the node has no more."""
+        many chunks etcd missed, how many the node has no more, and how many are in another tier than etcd says."""
         self._bus = bus
         self._term = term
         self._every_s = every_s
@@ -102,40 +103,48 @@ class Reconciler:
             if self._num_doubts == num_doubts and self._present.get(node) == epoch:
                 self._agreed[node] = (epoch, loop.time() + (self._every_s if settled else RETRY_S))
 
-    async def _written(self, nodes: Mapping[NodeId, int]) -> dict[NodeId, set[ChunkKey]]:
-        """What etcd says that these nodes hold in their present epochs."""
-        found: dict[NodeId, set[ChunkKey]] = {node: set() for node in nodes}
+    async def _written(self, nodes: Mapping[NodeId, int]) -> dict[NodeId, dict[ChunkKey, Tier]]:
+        """What etcd says that these nodes hold in their present epochs, and where."""
+        found: dict[NodeId, dict[ChunkKey, Tier]] = {node: {} for node in nodes}
         cursor: bytes | None = None
         while True:
             placements, cursor = await self._term.page(cursor, PAGE_PLACEMENTS)
             for placement in placements:
                 if nodes.get(placement.node) == placement.epoch:
-                    found[placement.node].add(placement.chunk.key)
+                    found[placement.node][placement.chunk.key] = placement.chunk.tier
             if cursor is None:
                 return found
             await asyncio.sleep(PAGE_PAUSE_S)
 
-    async def _settle(self, node: NodeId, epoch: int, written: set[ChunkKey]) -> bool:
+    async def _settle(self, node: NodeId, epoch: int, written: dict[ChunkKey, Tier]) -> bool:
         """Have the node retell what differs. False where another life of it answers."""
         subject = subjects.kv_tier(node)
         missing: list[ChunkKey] = []
+        moved: list[ChunkKey] = []
         after: ChunkKey | None = None
         while True:
             ask = Inventory(after=after, limit=PAGE_KEYS)
             page = await call(self._bus, f"{subject}.inventory", ask, InventoryPage, timeout_s=CALL_TIMEOUT_S)
             if page.epoch != epoch:
                 return False
-            missing += [key for key in page.keys if key not in written]
-            written.difference_update(page.keys)
+            below = None if page.on_ssd is None else frozenset(page.on_ssd)
+            for key in page.keys:
+                believed = written.pop(key, None)
+                if believed is None:
+                    missing.append(key)
+                elif below is not None and (believed is Tier.SSD) != (key in below):
+                    moved.append(key)
             if len(page.keys) < PAGE_KEYS:
                 break
             after = page.keys[-1]
         stale = sorted(written)
-        differing = missing + stale
+        differing = missing + stale + moved
         for start in range(0, len(differing), PAGE_KEYS):
             retell = Retell(keys=tuple(differing[start : start + PAGE_KEYS]))
             await call(self._bus, f"{subject}.retell", retell, Done, timeout_s=CALL_TIMEOUT_S)
         if differing:
-            self._on_difference(len(missing), len(stale))
-            self._log.info("a node's inventory differs from etcd", node=node, missing=len(missing), stale=len(stale))
+            counts = len(missing), len(stale), len(moved)
+            self._on_difference(*counts)
+            kinds = dict(zip(("missing", "stale", "wrong_tier"), counts, strict=True))
+            self._log.info("a node's inventory differs from etcd", node=node, **kinds)
         return True
