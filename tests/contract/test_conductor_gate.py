@@ -232,7 +232,13 @@ async def test_early_counts_what_runs_predictive_what_will_and_none_nothing(
     for name in ("a", "b"):
         await stage.client.submit(request(name))
         await until(partial(is_running, decode, name))
-    # Both are placed, neither has begun to generate.
+
+    # Both are placed, neither has begun to generate; but each was expected to, by now.
+    def expected() -> float:
+        now_s = time.monotonic()
+        return outlook.at(WorkerId("d1"), now_s, now_s).num_requests
+
+    await until(lambda: expected() == 2)
     await stage.client.submit(request("c"))
     await until(lambda: bool(RequestId("c") in decode.running or stage.client.ends("c")))
     assert (RequestId("c") in decode.running) == (admission != "predictive")

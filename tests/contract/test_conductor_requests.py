@@ -136,7 +136,7 @@ async def test_a_plain_nats_request_is_answered_on_its_own_reply_subject(open_st
 async def test_what_cannot_be_served_is_refused_once_and_no_worker_hears_of_it(
     open_stage: OpenStage, body: bytes, code: ErrorCode
 ) -> None:
-    stage = await open_stage()
+    stage = await open_stage(ack_wait_s=30.0)
     await stage.client.submit_raw(body)
     await until(lambda: bool(stage.client.events))
     assert stage.client.failure().code is code

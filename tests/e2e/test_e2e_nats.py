@@ -32,7 +32,7 @@ def test_the_example_answers(shm_system: System) -> None:
         env=os.environ | {"HALFMOON_NATS_URL": shm_system.nats_url},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=200,
     )
     assert done.returncode == 0, done.stderr
     *text, usage = done.stdout.rstrip().splitlines()
@@ -47,7 +47,7 @@ def test_the_example_takes_token_ids(shm_system: System, model_path: Path) -> No
         env=os.environ | {"HALFMOON_NATS_URL": shm_system.nats_url},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=200,
     )
     assert done.returncode == 0, done.stderr
     assert "'prompt_tokens': 70" in done.stdout

@@ -25,6 +25,7 @@ from halfmoon.cli.up.plan import UpOptions
 from halfmoon.schemas import subjects
 from halfmoon.schemas.ids import NodeId
 from halfmoon.schemas.kv_tier import PoolStats, Stats
+from halfmoon.schemas.members import MEMBER_LOST_AFTER_S
 from support.faults import Another, Faults, processes_of
 from support.load import Load, load_on
 from support.registry import etcd_agrees, eventually, snapshot
@@ -180,6 +181,23 @@ async def test_a_server_that_stands_still_for_ten_seconds_costs_no_answer_its_tr
         await _all_is_well(load)
         load.check()
         assert load.num_finished > 0.8 * len(load.asked), load.outcomes()
+        await State.of(system, bus, load.connection.jetstream())
+
+
+async def test_a_decode_worker_that_stood_still_says_nothing_more_of_what_others_took_over(
+    system: System, bus: NatsBus
+) -> None:
+    async with load_on(system.nats_url, MODEL, VOCAB_SIZE, SEED) as load:
+        load.start(NUM_CLIENTS)
+        await until(lambda: load.num_finished > 20, 30)
+        for worker in ("decode-1", "decode-2"):
+            with Faults(system, SEED).standing_still(worker):
+                await asyncio.sleep(2 * MEMBER_LOST_AFTER_S)  # what the test is about
+            before = load.num_finished
+            await until(lambda before=before: load.num_finished > before + 20, 60)  # type: ignore[misc]
+        await load.stop()
+        load.check()
+        assert load.outcomes()["finished"] == len(load.asked), load.outcomes()
         await State.of(system, bus, load.connection.jetstream())
 
 

@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 
 import structlog
 
@@ -48,7 +48,19 @@ class FlakyBus(MemoryBus):
         await super().publish(subject, data, headers=headers, reply=reply)
 
 
-def outbox_on(bus: MemoryBus, *, max_unsent: int = 100, max_batch: int = 256, timeout_s: float = 60.0) -> Outbox:
+async def always() -> bool:
+    return True
+
+
+def outbox_on(
+    bus: MemoryBus,
+    *,
+    max_unsent: int = 100,
+    max_batch: int = 256,
+    timeout_s: float = 60.0,
+    is_held: Callable[[], Awaitable[bool]] = always,
+    on_dropped: Callable[[], object] = lambda: None,
+) -> Outbox:
     return Outbox(
         bus,
         "reply.1",
@@ -59,6 +71,8 @@ def outbox_on(bus: MemoryBus, *, max_unsent: int = 100, max_batch: int = 256, ti
         max_unsent=max_unsent,
         max_batch=max_batch,
         deadline_ns=time.time_ns() + int(timeout_s * 1e9),
+        is_held=is_held,
+        on_dropped=on_dropped,
         log=structlog.stdlib.get_logger("test"),
     )
 
@@ -149,3 +163,24 @@ async def test_a_terminal_event_needs_no_tokens_before_it() -> None:
     await until(lambda: reader.terminals)
     assert reader.events == [failed]
     await bus.close()
+
+
+async def test_what_others_go_on_with_is_dropped_without_a_word() -> None:
+    bus, is_held, dropped = FlakyBus(), True, list[bool]()
+
+    async def asked() -> bool:
+        return is_held
+
+    reader = await reader_on(bus)
+    outbox = outbox_on(bus, max_unsent=2, is_held=asked, on_dropped=lambda: dropped.append(True))
+    outbox.start()
+    await outbox.put(Piece(5, "<5>"))
+    await until(lambda: reader.tokens == [5])
+    is_held = False
+    for token in range(10):
+        await outbox.put(Piece(token, "<>"))
+    assert not await outbox.finish(FINISHED)
+    assert outbox.is_dropped
+    assert dropped == [True]
+    assert outbox.sent == [5]
+    assert bus.num_published == 1

@@ -149,6 +149,32 @@ class HalfEnded(Message, frozen=True, tag="half.ended.v1"):
     """Decode's: of the whole request so far, what other decode workers generated of it included."""
 
 
+class HalfClaim(Message, frozen=True, tag="half.claim.v1"):
+    """A decode worker was cut off, or stood still, and may have been taken for lost: is the request still its own?
+
+    All conductors hear it, and only the one that knows answers: with `half.claimed.v1`, or with `busy` while it is not
+    decided who goes on.
+    """
+
+    request_id: RequestId
+    transfer_id: TransferId
+    worker: WorkerId
+
+
+class HalfClaimed(Message, frozen=True, tag="half.claimed.v1"):
+    """The answer to a claim."""
+
+    is_held: bool
+    """False: another goes on with the request, or it has ended; the worker drops it without a word to the client."""
+
+
+class RequestRecall(Message, frozen=True, tag="request.recall.v1"):
+    """A conductor gets a request that another had before: whoever has ended it says `half.ended.v1` again."""
+
+    request_id: RequestId
+    conductor: WorkerId
+
+
 PrefillInbox = PrefillHalf | TransferDone | RequestCancel
 """What a prefill worker hears on its split subject (and cancels)."""
 

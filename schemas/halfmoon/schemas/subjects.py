@@ -21,6 +21,8 @@ REQUEST_ALL = f"{PREFIX}.request.*"
 
 GENERATE_ALL = f"{PREFIX}.generate.*"
 CANCEL = f"{PREFIX}.request.cancel"
+CLAIM = f"{PREFIX}.request.owner.claim"
+RECALL = f"{PREFIX}.request.owner.recall"
 SPLIT_ALL = f"{PREFIX}.request.split.>"
 SPLIT_DECODE_ALL = f"{PREFIX}.request.split.decode.*"
 ENDED_ALL = f"{PREFIX}.request.ended.*"

@@ -15,7 +15,17 @@ from halfmoon.schemas.prompts import ConductorReply, ConductorRequest
 from halfmoon.schemas.rdma import RdmaReply, RdmaRequest
 from halfmoon.schemas.registry import MemberEvent, RegistryReply, RegistryRequest
 from halfmoon.schemas.requests import RequestCancel, RequestSubmitted, TokenEvent
-from halfmoon.schemas.splits import DecodeHalf, HalfAccepted, HalfEnded, KvInbox, PrefillHalf, TransferDone
+from halfmoon.schemas.splits import (
+    DecodeHalf,
+    HalfAccepted,
+    HalfClaim,
+    HalfClaimed,
+    HalfEnded,
+    KvInbox,
+    PrefillHalf,
+    RequestRecall,
+    TransferDone,
+)
 from halfmoon.schemas.wire import Error, Message
 
 _PAGE_HEAD = """\
@@ -77,6 +87,13 @@ def channels() -> Sequence[Channel]:
             (DecodeHalf, HalfAccepted, Error),
         ),
         Channel("ended", f"{p}.request.ended.{{conductor}}", "A half has reached its end.", (HalfEnded,)),
+        Channel(
+            "claim",
+            subjects.CLAIM,
+            "Request-reply: whether a request is still the decode worker's that asks.",
+            (HalfClaim, HalfClaimed, Error),
+        ),
+        Channel("recall", subjects.RECALL, "Who has ended a request that came again?", (RequestRecall,)),
         Channel(
             "kvReady",
             f"{p}.kv.ready.{{decode worker}}",

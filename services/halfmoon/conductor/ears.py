@@ -141,7 +141,7 @@ class Ears:
                 self._flights.transfer_done(heard.request_id, worker)
                 request = self._requests.get(heard.request_id)
                 if request is not None:
-                    request.prefill_done(worker)
+                    request.prefill_done(worker, heard.transfer_id)
             case RequestCancel():
                 return
             case _ as unreachable:

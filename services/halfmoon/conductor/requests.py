@@ -71,7 +71,8 @@ class OpenRequest:
     @property
     def decode_end(self) -> HalfEnded | None:
         """How the decode worker ended the request, once it has."""
-        return self._decode_ends.get(self.decode_worker) if self.decode_worker is not None else None
+        ended = self._decode_ends.get(self.decode_worker) if self.decode_worker is not None else None
+        return ended if ended is not None and self._is_present(ended.transfer_id) else None
 
     async def wait(self, timeout_s: float) -> None:
         """Until somebody has told something, or so long."""
@@ -96,15 +97,19 @@ class OpenRequest:
 
     def half_ended(self, ended: HalfEnded) -> None:
         if ended.role is Role.PREFILL:
-            self.prefill_done(ended.worker)
+            self.prefill_done(ended.worker, ended.transfer_id)
         else:
             self._decode_ends[ended.worker] = ended
             self.changed.set()
 
-    def prefill_done(self, worker: WorkerId) -> None:
+    def prefill_done(self, worker: WorkerId, transfer_id: TransferId) -> None:
         """Decode has all of its KV, or prefill has told it that no more will come."""
-        if self.prefill_worker == worker:
+        if self.prefill_worker == worker and self._is_present(transfer_id):
             self.prefill_worker = None
+
+    def _is_present(self, transfer_id: TransferId) -> bool:
+        """Whether that is how the request is placed now: the same worker may have had it before, and end that later."""
+        return self.transfer_id in (None, transfer_id)
 
     def shown(self, worker: WorkerId, beat: int) -> None:
         """A decode worker's heartbeat named this request."""

@@ -7,6 +7,7 @@ from collections.abc import Coroutine
 
 from halfmoon.bus.errors import BusError
 from halfmoon.conductor.book import Book
+from halfmoon.conductor.claims import Claims
 from halfmoon.conductor.config import ConductorConfig
 from halfmoon.conductor.copies import Copies
 from halfmoon.conductor.dispatch import Dispatcher
@@ -117,6 +118,7 @@ class Conductor:
             retry_after_s=config.retry_after_s,
             is_draining=self._is_draining,
         )
+        self._claims = Claims(bus, runtime.worker_id, self.members, self.requests, log)
         self._ears = Ears(
             bus,
             runtime.worker_id,
@@ -138,6 +140,7 @@ class Conductor:
         except TextError as error:
             raise StartupError(str(error)) from error
         await self._ears.open()
+        await self._claims.open()
         self._keep(self.indexer.run(), "index")
         self._keep(self._look_after_members(), "members")
         self._keep(self.pins.run(), "pins")
@@ -182,6 +185,7 @@ class Conductor:
         if self._front is not None:
             await self._front.close()
         await self._ears.close()
+        await self._claims.close()
         await self.copies.close()
         if self._cutter is not None:
             await self._cutter.close()
@@ -231,6 +235,7 @@ class Conductor:
                 planner=planner,
                 gate=self.gate,
                 dispatcher=dispatcher,
+                claims=self._claims,
                 members=self.members,
                 flights=self.flights,
                 requests=self.requests,

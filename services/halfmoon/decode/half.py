@@ -16,11 +16,13 @@ from halfmoon.chunks.plan import PlannedChunk
 from halfmoon.decode.colocated import Colocated
 from halfmoon.decode.completion import Completion
 from halfmoon.decode.config import DecodeConfig
+from halfmoon.decode.ended import EndedHalves
 from halfmoon.decode.kv import Transfer
 from halfmoon.decode.metrics import DecodeMetrics
 from halfmoon.decode.outbox import MAX_BATCH_TOKENS, Outbox
 from halfmoon.decode.policy import completion_limit, num_computed
 from halfmoon.decode.pull import ChunkPuller
+from halfmoon.decode.standing import Claims, Standing
 from halfmoon.decode.state import HALF_TABLE, HalfEvent, HalfState, KvProgress
 from halfmoon.engine.contract import DecodeSpec, EngineError, SequenceSpec
 from halfmoon.machine import Machine
@@ -42,6 +44,8 @@ from halfmoon.worker.meters import DecodeMeter, PrefillMeter
 from halfmoon.worker.peers import PeerWatch
 from halfmoon.worker.sequences import EngineCrashed, OpenSequence, Sequences
 
+DROPPED = Error(code=ErrorCode.CANCELLED, message="another worker goes on with it, or has ended it")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parts:
@@ -59,6 +63,8 @@ class Parts:
     colocated: Colocated
     prefill_meter: PrefillMeter
     decode_meter: DecodeMeter
+    standing: Standing
+    ended: EndedHalves
     tracer: Tracer
     metrics: DecodeMetrics
     log: structlog.stdlib.BoundLogger
@@ -157,10 +163,11 @@ class DecodeRun:
             if error is not None:
                 record_error(span, error.message, error.code.value)
             await self.transfer.close()
-            await outbox.finish(event)
+            is_told = await outbox.finish(event)
             parts.metrics.halves.labels(self.state.value).inc()
             parts.metrics.tokens.inc(self._completion.num_tokens - len(half.known))
-            await self._tell_conductor(error)
+            if not outbox.is_dropped:
+                await self._tell_conductor(error, is_told=is_told)
 
     async def _outcome(self, outbox: Outbox) -> Finished | Failed:
         """Serve the half; its terminal event. Moves to a final state, whatever happens."""
@@ -337,6 +344,8 @@ class DecodeRun:
             # workers, each token is one.
             max_batch=1 if half.known or half.attempt > 1 else MAX_BATCH_TOKENS,
             deadline_ns=self._deadline_ns,
+            is_held=Claims(self._parts.standing, half).is_held,
+            on_dropped=lambda: self.job.stop(DROPPED),
             log=self._log,
         )
 
@@ -352,7 +361,7 @@ class DecodeRun:
             timeout_s=config.pool_timeout_s,
         )
 
-    async def _tell_conductor(self, error: Error | None) -> None:
+    async def _tell_conductor(self, error: Error | None, *, is_told: bool) -> None:
         message = HalfEnded(
             request_id=self.half.request_id,
             transfer_id=self.half.transfer_id,
@@ -367,6 +376,8 @@ class DecodeRun:
             tbt_s=self._mean_gap_s(),
             usage=self._usage(),
         )
+        if is_told:
+            self._parts.ended.add(message)
         try:
             await endpoint.announce(self._parts.bus, subjects.ended(self.half.conductor), message)
         except BusError as failure:

@@ -3,7 +3,7 @@
 import asyncio
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 
 import structlog
 
@@ -26,7 +26,8 @@ TERMINAL_GRACE_S = 5.0
 class Outbox:
     """Sends in the background, everything that is ready in one event.
 
-    While the bus is away, up to `max_unsent` tokens are kept; then `put` waits, and with it the generation.
+    While the bus is away, up to `max_unsent` tokens are kept; then `put` waits, and with it the generation. Before each
+    event `is_held` is asked; once it says no, nothing more is sent, and `on_dropped` is called.
     1. `start`; 2. `put` any number of times; 3. `finish`, once, which ends it.
     """
 
@@ -42,6 +43,8 @@ class Outbox:
         max_unsent: int,
         max_batch: int = MAX_BATCH_TOKENS,
         deadline_ns: int,
+        is_held: Callable[[], Awaitable[bool]],
+        on_dropped: Callable[[], object],
         log: structlog.stdlib.BoundLogger,
     ) -> None:
         self._bus = bus
@@ -52,7 +55,11 @@ class Outbox:
         self._max_unsent = max_unsent
         self._max_batch = max_batch
         self._deadline_ns = deadline_ns
+        self._is_held = is_held
+        self._on_dropped = on_dropped
         self._log = log
+        self.is_dropped = False
+        """The reader hears the rest from another worker."""
         self._unsent: deque[Piece] = deque()
         self._terminal: Finished | Failed | None = None
         self._changed = asyncio.Event()
@@ -73,13 +80,15 @@ class Outbox:
     async def put(self, piece: Piece) -> None:
         """Send this token, soon. Waits where too many are unsent: the caller bounds that by the deadline."""
         await self._room.wait()
+        if self.is_dropped:
+            return
         self._unsent.append(piece)
         if len(self._unsent) >= self._max_unsent:
             self._room.clear()
         self._changed.set()
 
     async def finish(self, event: Finished | Failed) -> bool:
-        """Send what is left, then this. False where the reader could not be told in time."""
+        """Send what is left, then this. False where the reader could not be told in time, or not by this worker."""
         if self._terminal is not None:
             raise ValueError(f"request {self._request_id} has ended already")
         if self._sender is None:
@@ -99,22 +108,28 @@ class Outbox:
         if (error := sender.exception()) is not None:
             self._log.error("terminal event not delivered", error=str(error))
             return False
-        return True
+        return not self.is_dropped
 
     async def _send(self) -> None:
-        while True:
+        while not self.is_dropped:
             await self._changed.wait()
             self._changed.clear()
             while self._unsent:
                 await self._send_batch()
-            if self._terminal is not None:
+            if self._terminal is not None and not self.is_dropped:
                 await self._publish(self._terminal)
                 return
+
+    def _drop(self) -> None:
+        self.is_dropped = True
+        self._unsent.clear()
+        self._room.set()
+        self._on_dropped()
 
     async def _send_batch(self) -> None:
         batch = [self._unsent[place] for place in range(min(len(self._unsent), self._max_batch))]
         logprobs: list[TokenLogprob] = [piece.logprob for piece in batch if piece.logprob is not None]
-        await self._publish(
+        is_sent = await self._publish(
             Tokens(
                 request_id=self._request_id,
                 seq=self._first_seq + len(self.sent),
@@ -123,21 +138,26 @@ class Outbox:
                 logprobs=tuple(logprobs) if len(logprobs) == len(batch) else None,
             )
         )
+        if not is_sent:
+            return
         for piece in batch:
             self._unsent.popleft()
             self.sent.append(piece.token)
         if len(self._unsent) < self._max_unsent:
             self._room.set()
 
-    async def _publish(self, event: TokenEvent) -> None:
-        """Until the bus has taken it; whoever waits for the sender has the deadline."""
+    async def _publish(self, event: TokenEvent) -> bool:
+        """Until the bus has taken it; whoever waits for the sender has the deadline. False: it isn't ours to say."""
         data = encode(event, self._encoding)
         while True:
             if self._bus.is_connected:
+                if not await self._is_held():
+                    self._drop()
+                    return False
                 try:
                     await self._bus.publish(self._subject, data, headers=self._headers)
                 except BusDisconnected:
                     pass
                 else:
-                    return
+                    return True
             await asyncio.sleep(RETRY_S)

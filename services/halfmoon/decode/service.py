@@ -12,10 +12,12 @@ from halfmoon.chunks.plan import plan_chunks
 from halfmoon.decode.colocated import Colocated
 from halfmoon.decode.config import DecodeConfig
 from halfmoon.decode.early import EarlyBuffer
+from halfmoon.decode.ended import EndedHalves
 from halfmoon.decode.half import DecodeRun, Parts
 from halfmoon.decode.metrics import DecodeMetrics
 from halfmoon.decode.policy import refusal
 from halfmoon.decode.pull import ChunkPuller
+from halfmoon.decode.standing import Standing
 from halfmoon.decode.state import HalfState
 from halfmoon.engine.contract import Engine
 from halfmoon.lifecycle import VERSION, Runtime, StartupError
@@ -30,9 +32,11 @@ from halfmoon.schemas.splits import (
     KvFailed,
     KvInbox,
     KvReady,
+    RequestRecall,
     TransferDone,
 )
 from halfmoon.schemas.wire import Error, ErrorCode
+from halfmoon.tasks import ended
 from halfmoon.text import TextCodec, TextError
 from halfmoon.worker.admission import Load
 from halfmoon.worker.chunk_records import ChunkRecorder
@@ -59,6 +63,8 @@ class Decode:
         self._metrics = DecodeMetrics(runtime.metrics)
         self._station = Station(runtime, engine or build_engine(config), config.role)
         self._peers = PeerWatch(runtime.bus)
+        self._standing = Standing(runtime.bus, runtime.worker_id, runtime.log)
+        self._ended = EndedHalves()
         self._early = EarlyBuffer(max_transfers=config.early_transfers, ttl_s=config.early_ttl_s)
         self._runs: dict[TransferId, DecodeRun] = {}
         self._recent = RecentTransfers()
@@ -68,7 +74,7 @@ class Decode:
         self._parts: Parts | None = None
         self._endpoints: list[Endpoint] = []
         self._record: ServiceRecord | None = None
-        self._sweeper: asyncio.Task[None] | None = None
+        self._tasks: list[asyncio.Task[None]] = []
 
     async def start(self) -> None:
         if self._config.model is None:
@@ -80,7 +86,10 @@ class Decode:
         await self._station.start()
         self._parts = self._build_parts(codec)
         await self._peers.start()
-        self._sweeper = asyncio.create_task(self._sweep_early(), name="early announcements")
+        self._tasks = [
+            asyncio.create_task(self._sweep_early(), name="early announcements"),
+            asyncio.create_task(self._standing.run(), name="standing"),
+        ]
         bus, worker = self._runtime.bus, self._runtime.worker_id
         self._record = await bus.add_service("halfmoon-decode", VERSION, "Generates from prompts whose KV is ready.")
         subject = subjects.split_decode(worker)
@@ -89,6 +98,7 @@ class Decode:
             await endpoint.serve(bus, subjects.kv_ready(worker), KvInbox, self._on_kv),
             await endpoint.serve(bus, subject, DecodeInbox, self._on_message, record=half),
             await endpoint.serve(bus, subjects.CANCEL, RequestCancel, self._on_message),
+            await endpoint.serve(bus, subjects.RECALL, RequestRecall, self._on_recall),
         ]
 
     async def drain(self) -> None:
@@ -103,9 +113,8 @@ class Decode:
             await each.unsubscribe()
         if self._record is not None:
             await self._record.stop()
-        if self._sweeper is not None:
-            self._sweeper.cancel()
-            await asyncio.gather(self._sweeper, return_exceptions=True)
+        tasks, self._tasks = self._tasks, []
+        await ended(*tasks)
         await self._peers.stop()
         await self._station.stop()
 
@@ -139,6 +148,11 @@ class Decode:
             case _:
                 assert_never(message)
         return None
+
+    async def _on_recall(self, message: RequestRecall, envelope: Envelope) -> None:
+        known = self._ended.get(message.request_id)
+        if known is not None:
+            await endpoint.announce(self._runtime.bus, subjects.ended(message.conductor), known)
 
     async def _on_kv(self, message: KvInbox, envelope: Envelope) -> None:
         run = self._runs.get(message.transfer_id)
@@ -234,6 +248,8 @@ class Decode:
             colocated=Colocated(runtime.bus, PromptComputer(tracer, recorder, runtime.log), runtime.log),
             prefill_meter=self._prefill_meter,
             decode_meter=self._decode_meter,
+            standing=self._standing,
+            ended=self._ended,
             tracer=tracer,
             metrics=self._metrics,
             log=runtime.log,

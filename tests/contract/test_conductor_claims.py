@@ -1,0 +1,127 @@
+"""Whose a request is, on both buses: each client hears one end, also where workers or conductors weren't there."""
+
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
+
+import pytest
+
+from halfmoon.bus.codec import encode
+from halfmoon.bus.endpoint import Envelope, announce, call, serve
+from halfmoon.bus.errors import BusTimeout, NoResponders
+from halfmoon.schemas import subjects
+from halfmoon.schemas.ids import RequestId, TransferId, WorkerId
+from halfmoon.schemas.members import Goodbye
+from halfmoon.schemas.requests import RequestSubmitted
+from halfmoon.schemas.splits import HalfClaim, HalfClaimed, HalfEnded, RequestRecall, Role
+from support.buses import BusMaker
+from support.conductors import MODEL, SPLIT_PAIR, Stage
+from support.wait import until
+
+OpenStage = Callable[..., Awaitable[Stage]]
+REQUEST = RequestId("req-1")
+
+
+@pytest.fixture
+async def open_stage(bus_maker: BusMaker) -> AsyncIterator[OpenStage]:
+    stage = Stage(bus_maker)
+
+    async def open_it(*workers: tuple[str, Role, str], **settings: Any) -> Stage:
+        return await stage.open(*(workers or SPLIT_PAIR), **settings)
+
+    yield open_it
+    await stage.close()
+
+
+def request() -> RequestSubmitted:
+    return RequestSubmitted(request_id=REQUEST, model=MODEL, tokens=tuple(range(1, 41)))
+
+
+async def claim(stage: Stage, worker: str, transfer_id: TransferId, *, request_id: RequestId = REQUEST) -> bool | None:
+    """None: nobody knows."""
+    question = HalfClaim(request_id=request_id, transfer_id=transfer_id, worker=WorkerId(worker))
+    try:
+        answer = await call(stage.client.bus, subjects.CLAIM, question, HalfClaimed, timeout_s=0.5)
+    except BusTimeout:
+        return None
+    return answer.is_held
+
+
+async def test_a_request_is_its_decode_workers_until_another_has_it(open_stage: OpenStage) -> None:
+    stage = await open_stage()
+    first = stage.workers["d1"]
+    await stage.client.submit(request())
+    await until(lambda: bool(first.running))
+    conductor = stage.conductors[0]
+    open_request = conductor.requests.get(REQUEST)
+    assert open_request is not None
+    await until(lambda: open_request.is_certain)
+    transfer_id = first.decodes[0].transfer_id
+    assert await claim(stage, "d1", transfer_id) is True
+    assert await claim(stage, "d1", TransferId("xfer-other")) is False
+    assert await claim(stage, "d2", transfer_id) is False
+    assert await claim(stage, "d1", transfer_id, request_id=RequestId("req-2")) is None
+
+    second = await stage.add_worker("d2", Role.DECODE, "node-b")
+    await until(lambda: conductor.members.life_of(WorkerId("d2")) is not None)
+    await first.stop_beating()
+    await first.bus.publish(subjects.heartbeat(first.worker), encode(Goodbye(worker=first.worker)))
+    await until(lambda: bool(second.running))
+    await until(lambda: open_request.is_certain)
+    assert await claim(stage, "d1", transfer_id) is False
+    assert await claim(stage, "d2", second.decodes[0].transfer_id) is True
+
+    await second.end(REQUEST)
+    await until(lambda: len(conductor.requests) == 0)
+    assert await claim(stage, "d1", transfer_id) is False
+    assert await claim(stage, "d2", second.decodes[0].transfer_id) is False
+
+
+async def test_nobody_is_asked_where_no_conductor_is(open_stage: OpenStage) -> None:
+    stage = await open_stage()
+    await stage.conductors[0].stop()
+    with pytest.raises(NoResponders):
+        await claim(stage, "d1", TransferId("xfer-1"))
+
+
+async def test_an_end_that_no_conductor_heard_is_recalled_and_the_request_not_run_again(open_stage: OpenStage) -> None:
+    stage = await open_stage()
+    decode = stage.workers["d1"]
+    await stage.client.submit(request())
+    await until(lambda: bool(decode.running))
+    await stage.conductors[0].stop()
+    half = decode.decodes[0]
+    await decode.end(REQUEST, tells_conductor=False)
+    ended = HalfEnded(request_id=REQUEST, transfer_id=half.transfer_id, worker=decode.worker, role=Role.DECODE)
+    recalls: list[RequestRecall] = []
+
+    async def recall(message: RequestRecall, envelope: Envelope) -> None:
+        recalls.append(message)
+        await announce(decode.bus, subjects.ended(message.conductor), ended)
+
+    await serve(decode.bus, subjects.RECALL, RequestRecall, recall)
+    second = await stage.add_conductor("conductor-2")
+    await until(lambda: second.requests.has_ended(REQUEST))
+    await until(lambda: len(second.requests) == 0)
+    assert recalls == [RequestRecall(request_id=REQUEST, conductor=WorkerId("conductor-2"))]
+    assert len(decode.decodes) == 1
+    assert len(stage.client.ends()) == 1
+
+
+async def test_what_ended_before_a_request_moved_ends_nothing_of_it_now(open_stage: OpenStage) -> None:
+    """Prefill lets go of the first transfer when the second half may be on its way to the same worker."""
+    stage = await open_stage()
+    await stage.client.submit(request())
+    await until(lambda: bool(stage.workers["p1"].running))
+    conductor = stage.conductors[0]
+    open_request = conductor.requests.get(REQUEST)
+    assert open_request is not None
+    before, other = TransferId("xfer-before"), RequestId("req-other")
+    for ended in (
+        HalfEnded(request_id=REQUEST, transfer_id=before, worker=WorkerId("p1"), role=Role.PREFILL),
+        HalfEnded(request_id=other, transfer_id=before, worker=WorkerId("d1"), role=Role.DECODE),
+    ):
+        await announce(stage.client.bus, subjects.ended(WorkerId("conductor-1")), ended)
+    await until(lambda: conductor.requests.has_ended(other))
+    assert open_request.prefill_worker == "p1"
+    await stage.workers["p1"].end(REQUEST)
+    await until(lambda: open_request.prefill_worker is None)
