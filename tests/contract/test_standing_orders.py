@@ -12,7 +12,9 @@ import pytest
 import structlog
 
 from halfmoon.bus.endpoint import Envelope, announce, call, serve
-from halfmoon.bus.errors import RemoteError
+from halfmoon.bus.errors import BusError, RemoteError
+from halfmoon.bus.nats import NatsBus
+from halfmoon.bus.nats_settings import NatsSettings
 from halfmoon.bus.protocol import Bus
 from halfmoon.bus.streams import CHUNKS
 from halfmoon.conductor.indexer import Indexer
@@ -28,6 +30,7 @@ from halfmoon.schemas.registry import Flush, Flushed, Pin, PinsChanged, Unpin
 from halfmoon.schemas.splits import Role
 from halfmoon.schemas.wire import ErrorCode
 from support.buses import BusMaker
+from support.cut import Proxy
 from support.etcd import EtcdServer
 from support.heart import Heart
 from support.kv_tier_process import KvTierProcess
@@ -198,12 +201,48 @@ async def test_a_chunk_of_a_node_that_has_not_heard_of_its_flush_is_not_taken_ov
         told = FlushChunks(order=order)
         done = await call(bus, "halfmoon.kvtier.b.flush", told, ChunksFlushed, timeout_s=5.0)
         assert done == ChunksFlushed(tiers=())
-        pulled = await b.client.acquire(REQUEST, b.wanted("acme-1", "other-1", sources=[a.source]))
-        assert [chunk.outcome for chunk in pulled.chunks] == [ChunkOutcome.MISS, ChunkOutcome.HIT_REMOTE]
-        assert "flushed" in pulled.chunks[0].detail
-        await b.client.release(pulled.lease_id)
+        for keep in (False, True):
+            pulled = await b.client.acquire(REQUEST, b.wanted("acme-1", "other-1", sources=[a.source]), keep=keep)
+            assert [chunk.outcome for chunk in pulled.chunks] == [ChunkOutcome.MISS, ChunkOutcome.HIT_REMOTE]
+            assert "flushed" in pulled.chunks[0].detail
+            await b.client.release(pulled.lease_id)
         await until(lambda: counts(b).free == 7)
         assert counts(b).ready == 1
+
+
+async def test_a_node_that_was_cut_off_hands_out_nothing_flushed_when_the_broker_is_back(
+    nats_server: NatsServer, nats_buses: BusMaker, bus: Bus, registry: RunningRegistry, tmp_path: Path
+) -> None:
+    """Nobody reminds it: that it was cut off is all that it knows."""
+    assert nats_server.port is not None
+    async with Proxy("127.0.0.2", "127.0.0.1", nats_server.port) as network:
+        connection = NatsSettings(url=f"nats://127.0.0.2:{nats_server.port}", reconnect_max_s=0.1)
+
+        async def behind_the_network() -> Bus:
+            return await NatsBus.connect(connection)
+
+        async with running_node(behind_the_network, tmp_path, "a") as a:
+            await a.client.release(await write_chunks(a.client, "acme-1", tenant=ACME))
+            await a.client.release(await write_chunks(a.client, "other-1", tenant=OTHER))
+            reader = PoolClient(bus, NodeId("a"), WorkerId("reader"))
+            await reader.describe()
+            await network.shut()
+            await until(lambda: not a.bus.is_connected)
+            await flush(bus, tenant=ACME)
+            asking = [asyncio.create_task(_outcome(reader, a, name)) for name in ("acme-1", "other-1")]
+            await network.open()
+            assert await asyncio.gather(*asking) == [ChunkOutcome.MISS, ChunkOutcome.HIT_LOCAL]
+            await reader.close()
+
+
+async def _outcome(client: PoolClient, node: Node, name: str) -> ChunkOutcome:
+    """As soon as the node answers."""
+    while True:
+        with contextlib.suppress(BusError):
+            acquired = await client.acquire(REQUEST, node.wanted(name))
+            await client.release(acquired.lease_id)
+            return acquired.chunks[0].outcome
+        await asyncio.sleep(0.001)
 
 
 async def test_a_node_that_was_killed_serves_nothing_flushed_when_it_is_back_its_ssd_included(
@@ -261,7 +300,7 @@ async def test_a_node_that_missed_orders_is_told_them_as_soon_as_it_is_heard_aga
 ) -> None:
     async with beating_node(nats_buses, tmp_path, "a") as a:
         await a.client.release(await write_chunks(a.client, "x", "y", tenant=ACME))
-        flushes, pins = (a.service._endpoints.pop(verb) for verb in ("flush", "pin"))
+        flushes, pins = (a.service._verbs.endpoints.pop(verb) for verb in ("flush", "pin"))
         for endpoint in (flushes, pins):
             await endpoint.unsubscribe()
         done = await flush(bus, keys=(key_of("x"),))

@@ -5,7 +5,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from halfmoon.kv_tier.pins import Pins
-from halfmoon.kv_tier.slots import Slot, SlotTable
+from halfmoon.kv_tier.slot import Slot
+from halfmoon.kv_tier.slots import SlotTable
 from halfmoon.kv_tier.state import SlotState
 from halfmoon.schemas.chunks import ChunkMeta
 from halfmoon.schemas.ids import ChunkKey, RequestId

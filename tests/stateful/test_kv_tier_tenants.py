@@ -15,7 +15,7 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initial
 from halfmoon.eviction import PolicyName
 from halfmoon.kv_tier.events import Announcer, Outbox
 from halfmoon.kv_tier.quotas import EVERYBODY, TenantQuotas, TierQuota
-from halfmoon.kv_tier.slots import Slot
+from halfmoon.kv_tier.slot import Slot
 from halfmoon.kv_tier.state import SlotState
 from halfmoon.kv_tier.store import ChunkStore
 from halfmoon.pool.arena import Arena

@@ -23,10 +23,17 @@ class Proxy:
         """Towards the client, all in all."""
 
     async def __aenter__(self) -> Self:
-        self._server = await asyncio.start_server(self._accept, self._host, self._port)
+        await self.open()
         return self
 
     async def __aexit__(self, *_: object) -> None:
+        await self.shut()
+
+    async def open(self) -> None:
+        self._server = await asyncio.start_server(self._accept, self._host, self._port)
+
+    async def shut(self) -> None:
+        """End all connections, and refuse new ones until `open`."""
         assert self._server is not None
         self._server.close()
         for task in list(self._connections):

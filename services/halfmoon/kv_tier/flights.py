@@ -4,7 +4,7 @@ import asyncio
 import time
 from dataclasses import dataclass, field
 
-from halfmoon.kv_tier.slots import Slot
+from halfmoon.kv_tier.slot import Slot
 from halfmoon.schemas.chunks import ChunkMeta, ChunkOutcome
 from halfmoon.schemas.ids import LeaseId, RequestId
 from halfmoon.schemas.kv_tier import AcquiredChunk, ChunkSource, WantedChunk

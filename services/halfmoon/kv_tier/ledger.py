@@ -7,7 +7,8 @@ from collections.abc import Callable, Iterable, Sequence
 
 from halfmoon.kv_tier.leases import Lease, LeaseBook
 from halfmoon.kv_tier.quotas import Quotas, TierBook
-from halfmoon.kv_tier.slots import Evicted, Slot, SlotTable
+from halfmoon.kv_tier.slot import Slot
+from halfmoon.kv_tier.slots import Evicted, SlotTable
 from halfmoon.kv_tier.state import SlotState
 from halfmoon.schemas.chunks import ChunkMeta, Tier
 from halfmoon.schemas.ids import ChunkKey, LeaseId, RequestId, WorkerId

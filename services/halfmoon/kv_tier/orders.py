@@ -2,10 +2,11 @@
 
 at start    ask the registry for all of them ──→ only then is what survived on the SSD attached to the store
 later       the registry tells (`flush`, `pin`, `unpin`), in the order of their numbers
-after a gap, or when told `catch_up`: ask again for what has been missed
+after a gap, when told `catch_up`, or when the broker is back: ask again for what has been missed
 """
 
 import asyncio
+import contextlib
 from collections import Counter, defaultdict
 from pathlib import Path
 
@@ -13,9 +14,9 @@ import structlog
 
 from halfmoon.bus.endpoint import Envelope, call
 from halfmoon.bus.errors import BusError
-from halfmoon.bus.protocol import Bus
+from halfmoon.bus.protocol import Bus, ConnectionState
 from halfmoon.kv_tier.flushes import flushed_by
-from halfmoon.kv_tier.slots import Slot
+from halfmoon.kv_tier.slot import Slot
 from halfmoon.kv_tier.ssd.lower_tier import LowerTier
 from halfmoon.kv_tier.store import ChunkStore
 from halfmoon.schemas import subjects
@@ -39,6 +40,9 @@ _FIRST_RETRY_S = 0.25
 _MAX_RETRY_S = 2.0
 _SETTLE_S = 2.0
 _STEP_CHUNKS = 256
+_DOUBT_S = 1.0
+"""So long after a lost connection is back, nothing is handed out before the registry has said what was flushed
+meanwhile. Without one the pool then goes on."""
 
 
 class OrderKeeper:
@@ -57,6 +61,12 @@ class OrderKeeper:
         self.caught_up = asyncio.Event()
         """Set once the registry has told for the first time what stands."""
         self._wake = asyncio.Event()
+        self._is_current = asyncio.Event()
+        """Cleared while orders may have been missed, since the broker couldn't be heard."""
+        self._is_current.set()
+        self._num_cuts = 0
+        self._doubt_until_s: float | None = None
+        """None while the broker can't be heard."""
         self._has_looked = lower is None
         """Whether what was on the SSD at the start has been looked through."""
 
@@ -80,6 +90,26 @@ class OrderKeeper:
             self._wake.set()
             await asyncio.sleep(retry_s)
             retry_s = min(2 * retry_s, _MAX_RETRY_S)
+
+    def hear_connection(self, state: ConnectionState) -> None:
+        """To be told whenever the connection to the broker is lost, or back."""
+        if state is not ConnectionState.CONNECTED:
+            self._is_current.clear()
+            self._num_cuts += 1
+            self._doubt_until_s = None
+        elif not self._is_current.is_set():
+            self._doubt_until_s = asyncio.get_running_loop().time() + _DOUBT_S
+            self._wake.set()
+
+    async def current(self) -> None:
+        """Wait for what was ordered while this node was cut off, so that nothing that was flushed is handed out."""
+        if self._is_current.is_set():
+            return
+        now_s = asyncio.get_running_loop().time()
+        left_s = _DOUBT_S if self._doubt_until_s is None else self._doubt_until_s - now_s
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(max(0.0, left_s)):
+                await self._is_current.wait()
 
     async def flush(self, request: FlushChunks, envelope: Envelope) -> ChunksFlushed:
         self._store.pins.remove(request.unpin)
@@ -107,7 +137,7 @@ class OrderKeeper:
 
         An SSD's content is from before this life: it's looked through by all flushes that stand.
         """
-        is_first = not self._has_looked
+        is_first, num_cuts = not self._has_looked, self._num_cuts
         noted_seq = await asyncio.to_thread(_read_seq, self._note) if is_first else 0
         ask = Orders(after=0 if is_first else self.seq)
         told = await call(self._bus, subjects.registry("orders"), ask, StandingOrders, timeout_s=_ASK_TIMEOUT_S)
@@ -124,6 +154,8 @@ class OrderKeeper:
             self._has_looked = True
             self._store.attach(self._lower)
         self.caught_up.set()
+        if num_cuts == self._num_cuts:
+            self._is_current.set()
         await self._note_seq()
         return True
 

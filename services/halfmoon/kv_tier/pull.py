@@ -254,6 +254,8 @@ class Puller:
                 continue
             if offered.key != flight.chunk.key or offered.slot.num_bytes != flight.chunk.num_bytes:
                 continue
+            if self._store.is_stale(offered.meta, flight.request.request_id):
+                continue
             waiting = [each for each in flight.waiting if self._is_live(each.lease_id)]
             readers.update(each.lease_id for each in waiting)
             lease_s = max([lease_s, *(each.lease_s for each in waiting)])
@@ -276,6 +278,8 @@ class Puller:
             elif offered.key != key or offered.slot.num_bytes != num_bytes:
                 detail = f"node {source.node} has {offered.slot.num_bytes} bytes of it, not {num_bytes}"
                 self._fail([flight], ChunkOutcome.MISS, detail)
+            elif self._store.is_stale(offered.meta, flight.request.request_id):
+                self._fail([flight], ChunkOutcome.MISS, f"node {source.node}: it was flushed")
             elif (slot := self._store.reserve(own_lease, key, num_bytes, offered.meta.tenant)) is None:
                 detail = "this pool has no room: every slot is in use, or reserved for other tenants"
                 self._fail([flight], ChunkOutcome.MISS, detail)

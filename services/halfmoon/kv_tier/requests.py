@@ -14,6 +14,7 @@ from halfmoon.chunks.keys import KEY_BYTES
 from halfmoon.kv_tier import policy
 from halfmoon.kv_tier.flights import PullRequest
 from halfmoon.kv_tier.ledger import LeaseGone, Misfit
+from halfmoon.kv_tier.orders import OrderKeeper
 from halfmoon.kv_tier.pull import Puller
 from halfmoon.kv_tier.ssd.reads import SsdReader
 from halfmoon.kv_tier.store import ChunkStore
@@ -64,12 +65,14 @@ class Requests:
         max_lease_s: float,
         acquire_timeout_s: float,
         bytes_served: Callable[[], int],
+        keeper: OrderKeeper,
         reader: SsdReader | None = None,
     ) -> None:
         self._info = info
         self._store = store
         self._puller = puller
         self._reader = reader
+        self._keeper = keeper
         self._tracer = tracer
         self._log = log
         self._max_lease_s = max_lease_s
@@ -91,6 +94,7 @@ class Requests:
             "halfmoon.num_chunks": len(request.chunks),
         }
         with self._tracer.span(names.KVTIER_ACQUIRE, attributes=facts) as span:
+            await self._keeper.current()
             acquired = await self._acquire(request, self._deadline_ns(envelope))
             for outcome in ChunkOutcome:
                 if count := sum(chunk.outcome is outcome for chunk in acquired.chunks):

@@ -4,12 +4,11 @@ import asyncio
 import contextlib
 import os
 import time
-from collections.abc import Awaitable, Callable, Coroutine
-from typing import Any, TypeVar
+from collections.abc import Coroutine
+from typing import Any
 
-from halfmoon.bus.endpoint import Endpoint, Envelope, call, serve, submit
+from halfmoon.bus.endpoint import call, submit
 from halfmoon.bus.errors import BusError
-from halfmoon.bus.protocol import ServiceRecord
 from halfmoon.bus.streams import CHUNKS
 from halfmoon.kv_tier.config import KvTierConfig
 from halfmoon.kv_tier.copies import Copier
@@ -28,46 +27,21 @@ from halfmoon.kv_tier.ssd.reads import SsdReader
 from halfmoon.kv_tier.store import ChunkStore
 from halfmoon.kv_tier.transports import advertised, authorizer, make_transports, serve_tcp
 from halfmoon.kv_tier.trim import Trimmer
-from halfmoon.lifecycle import VERSION, Runtime, StartupError
+from halfmoon.kv_tier.verbs import Verbs
+from halfmoon.lifecycle import Runtime, StartupError
 from halfmoon.schemas import subjects
 from halfmoon.schemas.chunks import ChunkEvent, ChunkRegistered, NodeCleared
-from halfmoon.schemas.copies import Replicate
 from halfmoon.schemas.ids import NodeId
-from halfmoon.schemas.kv_tier import (
-    Acquire,
-    CatchUp,
-    Commit,
-    Describe,
-    FlushChunks,
-    Inventory,
-    ListChunks,
-    NodeInfo,
-    PinChunks,
-    Release,
-    Renew,
-    Report,
-    Reserve,
-    Retell,
-    Stats,
-    UnpinChunks,
-)
+from halfmoon.schemas.kv_tier import Describe, NodeInfo
 from halfmoon.schemas.members import MemberState, NodeHeartbeat
-from halfmoon.schemas.probes import Probe
-from halfmoon.schemas.rdma import RdmaConnect, RdmaDisconnect, RdmaGrant, RdmaHello
-from halfmoon.schemas.wire import Message
 from halfmoon.tasks import ended
 from halfmoon.tracing import Tracer
 from halfmoon.transport.choice import Paths
-from halfmoon.transport.rdma.server import RdmaServer
 from halfmoon.transport.tcp_server import TcpServer
-
-M = TypeVar("M", bound=Message)
 
 _SWEEP_S = 0.1
 _PUBLISH_TIMEOUT_S = 5.0
 _FAREWELL_S = 2.0
-_ACQUIRES_AT_ONCE = 64
-_RDMA_AT_ONCE = 16
 _LOOK_AROUND_S = 0.5
 
 
@@ -82,8 +56,7 @@ class KvTier:
         self._epoch = time.time_ns()
         self._state = MemberState.LOADING
         self._undo = contextlib.AsyncExitStack()
-        self._endpoints: dict[str, Endpoint] = {}
-        self._record: ServiceRecord | None = None
+        self._verbs = Verbs(runtime.bus, self._node, self._undo)
         self._store: ChunkStore | None = None
         self._puller: Puller | None = None
         self._server: TcpServer | None = None
@@ -155,6 +128,8 @@ class KvTier:
         self._runtime.metrics.registry.register(PathCollector(paths.health))
         for collector in store.accounts.collectors():
             self._runtime.metrics.registry.register(collector)
+        keeper = self._orders = OrderKeeper(store, self._runtime.bus, self._log, None if ssd is None else ssd.lower)
+        self._undo.callback(self._runtime.bus.watch_connection(keeper.hear_connection))
         requests = Requests(
             info,
             store,
@@ -165,6 +140,7 @@ class KvTier:
             acquire_timeout_s=self._config.acquire_timeout_s,
             bytes_served=lambda: server.bytes_served,
             reader=None if ssd is None else ssd.reader,
+            keeper=keeper,
         )
         prober = Prober(
             info,
@@ -175,11 +151,11 @@ class KvTier:
             holder=self._runtime.worker_id,
             memory_dir=str(self._config.shm_dir),
         )
-        await self._serve_bus(requests, prober)
-        await self._serve_orders(store, ssd)
+        await self._serve(requests, prober)
+        await self._keep_orders(keeper, store, ssd)
         await self._open_copies(store, puller, tracer, None if ssd is None else ssd.reader)
         if rdma.server is not None:
-            await self._serve_rdma(rdma.server)
+            await self._verbs.serve_rdma(rdma.server)
         self._state = MemberState.SERVING
         self._log.info(
             "pool ready",
@@ -191,12 +167,9 @@ class KvTier:
         )
 
     async def drain(self) -> None:
-        """Lease nothing new; what is being pulled is finished. Commits and releases are still heard."""
+        """See `Verbs.drain`."""
         self._state = MemberState.DRAINING
-        async with asyncio.TaskGroup() as group:
-            for verb in ("acquire", "reserve", "replicate"):
-                if verb in self._endpoints:
-                    group.create_task(self._endpoints[verb].drain())
+        await self._verbs.drain()
 
     async def stop(self) -> None:
         self._state = MemberState.DRAINING
@@ -278,64 +251,18 @@ class KvTier:
         self._own(copier.run(), "copies")
         self._own(trimmer.run(config.trim_every_s), "trim")
         self._runtime.metrics.registry.register(CopiesCollector(store, copier))
-        await self._serve("replicate", Replicate, copier.replicate)
+        await self._verbs.serve_copies(copier)
 
-    async def _serve_bus(self, requests: Requests, prober: Prober) -> None:
-        record = self._record = await self._runtime.bus.add_service(
-            "halfmoon-kv-tier", VERSION, "KV pool of one node", metadata={"node": self._node}
-        )
-        self._undo.push_async_callback(record.stop)
-        await self._serve("describe", Describe, requests.describe)
-        await self._serve("stats", Stats, requests.stats)
-        await self._serve("acquire", Acquire, requests.acquire, concurrency=_ACQUIRES_AT_ONCE)
-        await self._serve("reserve", Reserve, requests.reserve)
-        await self._serve("commit", Commit, requests.commit)
-        await self._serve("release", Release, requests.release)
-        await self._serve("renew", Renew, requests.renew)
-        await self._serve("report", Report, requests.report)
-        await self._serve("inventory", Inventory, requests.inventory)
-        await self._serve("retell", Retell, requests.retell)
-        await self._serve("probe", Probe, prober.probe)
+    async def _serve(self, requests: Requests, prober: Prober) -> None:
+        await self._verbs.open()
+        await self._verbs.serve_requests(requests)
+        await self._verbs.serve_probes(prober)
 
-    async def _serve_orders(self, store: ChunkStore, ssd: OpenSsd | None) -> None:
-        keeper = self._orders = OrderKeeper(store, self._runtime.bus, self._log, None if ssd is None else ssd.lower)
-        await self._serve("flush", FlushChunks, keeper.flush)
-        await self._serve("pin", PinChunks, keeper.pin)
-        await self._serve("unpin", UnpinChunks, keeper.unpin)
-        await self._serve("catch_up", CatchUp, keeper.catch_up)
-        await self._serve("list", ListChunks, Lister(store).page)
+    async def _keep_orders(self, keeper: OrderKeeper, store: ChunkStore, ssd: OpenSsd | None) -> None:
+        await self._verbs.serve_orders(keeper, Lister(store))
         self._own(keeper.run(), "orders")
         if ssd is not None:
             self._own(_once(keeper.caught_up, ssd.demoter.run()), "demotion")
-
-    async def _serve_rdma(self, server: RdmaServer) -> None:
-        await self._serve("rdma_hello", RdmaHello, lambda request, _: server.hello(request))
-        await self._serve(
-            "rdma_connect", RdmaConnect, lambda request, _: server.connect(request), concurrency=_RDMA_AT_ONCE
-        )
-        await self._serve("rdma_grant", RdmaGrant, lambda request, _: server.grant(request), concurrency=_RDMA_AT_ONCE)
-        await self._serve("rdma_disconnect", RdmaDisconnect, lambda request, _: server.disconnect(request))
-
-    async def _serve(
-        self,
-        verb: str,
-        inbox: type[M],
-        handler: Callable[[M, Envelope], Awaitable[Message]],
-        *,
-        concurrency: int = 1,
-    ) -> None:
-        assert self._record is not None
-        subject = f"{subjects.kv_tier(self._node)}.{verb}"
-        endpoint = await serve(
-            self._runtime.bus,
-            subject,
-            inbox,
-            handler,
-            concurrency=concurrency,
-            record=self._record.add_endpoint(verb, subject),
-        )
-        self._endpoints[verb] = endpoint
-        self._undo.push_async_callback(endpoint.unsubscribe)
 
     async def _sweep(self, store: ChunkStore, puller: Puller) -> None:
         """Expired leases go even when nobody asks for anything, and what was lent for them elsewhere."""

@@ -3,7 +3,7 @@
 import heapq
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -12,11 +12,13 @@ from halfmoon.eviction import PolicyName, make_policy
 from halfmoon.kv_tier.accounts import Accounts
 from halfmoon.kv_tier.events import Announcer
 from halfmoon.kv_tier.eviction import Evictor
+from halfmoon.kv_tier.fates import Fates
 from halfmoon.kv_tier.flushes import FlushBook
 from halfmoon.kv_tier.ledger import Ledger
 from halfmoon.kv_tier.pins import Pins
 from halfmoon.kv_tier.quotas import Quotas
-from halfmoon.kv_tier.slots import Evicted, Slot
+from halfmoon.kv_tier.slot import Slot
+from halfmoon.kv_tier.slots import Evicted
 from halfmoon.kv_tier.ssd.book import SsdChunk
 from halfmoon.kv_tier.ssd.lower_tier import LowerTier
 from halfmoon.kv_tier.unasked import Unasked
@@ -24,7 +26,7 @@ from halfmoon.pool.arena import Arena, aligned
 from halfmoon.schemas.chunks import ChunkMeta, EvictReason, Tier
 from halfmoon.schemas.ids import ChunkKey, LeaseId, RequestId, TenantId
 from halfmoon.schemas.kv_tier import PoolStats, SlotRef, WrittenChunk
-from halfmoon.tracing import Context, Tracer, attributes, link_to, names
+from halfmoon.tracing import Tracer
 
 
 @dataclass(slots=True)
@@ -83,7 +85,7 @@ class ChunkStore:
         self.epoch = epoch
         self.clock_ns = clock_ns
         self._announcer = announcer
-        self._tracer = tracer
+        self._fates = Fates(tracer, clock_ns)
 
     def attach(self, lower: LowerTier) -> None:
         """Use an SSD from now on; what lies on it already is announced."""
@@ -117,7 +119,7 @@ class ChunkStore:
         lease = self.ledger.leases.get(lease_id)
         stale = {chunk.slot for chunk in chunks if lease is not None and self.is_stale(chunk.meta, lease.request_id)}
         chunks = [msgspec.structs.replace(each, register=False) if each.slot in stale else each for each in chunks]
-        self._keep_quotas(chunks)
+        self._keep_quotas([chunk.meta for chunk in chunks if chunk.register])
         registered = self.ledger.commit(lease_id, chunks, self.clock_ns())
         for chunk in chunks:
             slot = self.ledger.slots[chunk.slot]
@@ -133,16 +135,22 @@ class ChunkStore:
         return len(registered)
 
     def promote(self, slot: Slot, request_id: RequestId) -> None:
-        """Keep in DRAM what a reader has there as a working copy, as far as quotas allow."""
-        if slot.meta is not None and self.ledger.slots.register(slot):
+        """Keep in DRAM what a reader has there as a working copy: beyond its tenant's quota, in the place of that
+        tenant's own chunks, or not at all."""
+        if slot.meta is None:
+            return
+        self._keep_quotas([slot.meta])
+        if self.ledger.slots.register(slot):
             self._registered([slot.meta], request_id)
             self.promoted(slot)
+        else:
+            self.accounts.refused(slot.meta)
 
     def promoted(self, slot: Slot) -> None:
         """Account for a chunk of the SSD that DRAM keeps from now on."""
         if self.lower is not None and slot.meta is not None:
             self.lower.promotions += 1
-            self._trace(names.KVTIER_PROMOTE, slot.meta, slot.traceparent)
+            self._fates.promoted(slot.meta, slot.traceparent)
 
     def is_stale(self, meta: ChunkMeta, request_id: RequestId) -> bool:
         """Whether a flush forbids that this chunk, which that request computes or brings here, be found."""
@@ -264,17 +272,12 @@ class ChunkStore:
             self._tell_gone(gone, traceparents, EvictReason.CAPACITY, started_ns=started_ns)
         return bool(gone)
 
-    def _keep_quotas(self, chunks: Iterable[WrittenChunk]) -> None:
-        """Evict, of each tenant's own, what these chunks would be beyond its quota."""
-        new = Counter(
-            chunk.meta.tenant
-            for chunk in chunks
-            if chunk.register
-            and self.ledger.book.is_apart(chunk.meta.tenant)
-            and not ((there := self.ledger.slots.find(chunk.meta.key)) is not None and there.registered)
-        )
+    def _keep_quotas(self, metas: Iterable[ChunkMeta]) -> None:
+        """Evict, of each tenant's own, what these chunks would be beyond its quota once they are registered."""
+        slots, book = self.ledger.slots, self.ledger.book
+        new = Counter(meta.tenant for meta in metas if book.is_apart(meta.tenant) and not slots.is_registered(meta.key))
         for tenant, num_chunks in new.items():
-            if excess := self.ledger.book.num_excess(tenant, num_chunks, self.arena.slot_bytes):
+            if excess := book.num_excess(tenant, num_chunks, self.arena.slot_bytes):
                 self.evict(self.evictor.own_victims(excess, tenant))
 
     def _tell_gone(
@@ -304,9 +307,9 @@ class ChunkStore:
             self.pins.came(meta.key for meta in successors)
         for each, traceparent in zip(gone, traceparents, strict=True):
             if each.meta.key in below:
-                self._trace(names.KVTIER_DEMOTE, below[each.meta.key], traceparent, started_ns=started_ns)
+                self._fates.demoted(below[each.meta.key], traceparent, started_ns)
             else:
-                self._trace_eviction(each.meta, traceparent, reason, is_surplus=each.meta.key in surplus)
+                self._fates.evicted(each.meta, traceparent, reason, is_surplus=each.meta.key in surplus)
 
     def _stays_below(self, gone: Sequence[Evicted], reason: EvictReason) -> dict[ChunkKey, ChunkMeta]:
         """Of the chunks that DRAM has no more, those that the SSD has; what is flushed stays nowhere."""
@@ -323,43 +326,9 @@ class ChunkStore:
         self._announcer.evicted([each.meta.key for each in lost], reason)
         for each in lost:
             self.accounts.evicted(each.meta)
-            self._trace_eviction(each.meta, each.traceparent, reason, is_surplus=False)
+            self._fates.evicted(each.meta, each.traceparent, reason, is_surplus=False)
 
     def _registered(self, metas: Sequence[ChunkMeta], request_id: RequestId | None) -> None:
         self.evictor.registered(metas, self.clock_ns(), request_id)
         self._announcer.registered(metas)
         self.pins.came(meta.key for meta in metas)
-
-    def _trace_eviction(
-        self, meta: ChunkMeta, traceparent: str | None, reason: EvictReason, *, is_surplus: bool
-    ) -> None:
-        why = {"halfmoon.evict.reason": reason.value, "halfmoon.evict.is_surplus": is_surplus}
-        self._trace(names.KVTIER_EVICT, meta, traceparent, why)
-
-    def _trace(
-        self,
-        name: str,
-        meta: ChunkMeta,
-        traceparent: str | None,
-        extra: Mapping[str, attributes.AttributeValue] | None = None,
-        *,
-        started_ns: int | None = None,
-    ) -> None:
-        """Something has become of a chunk: a trace of its own, linked to that of the request that made the chunk."""
-        now_ns = self.clock_ns()
-        facts = attributes.ChunkFacts(
-            request_id=meta.request_id,
-            key=meta.key,
-            index=meta.index,
-            tier=meta.tier,
-            num_bytes=meta.num_bytes,
-            num_tokens=meta.num_tokens,
-        )
-        self._tracer.record_span(
-            name,
-            now_ns if started_ns is None else started_ns,
-            now_ns,
-            parent=Context(),
-            attributes={**facts.attributes(), **(extra or {})},
-            links=link_to(traceparent),
-        )

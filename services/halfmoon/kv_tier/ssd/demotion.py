@@ -11,7 +11,7 @@ import time
 import msgspec
 
 from halfmoon.kv_tier.leases import Lease
-from halfmoon.kv_tier.slots import Slot
+from halfmoon.kv_tier.slot import Slot
 from halfmoon.kv_tier.ssd.lower_tier import LowerTier
 from halfmoon.kv_tier.ssd.reuse import Burst, Pressure, Watermarks, adapted
 from halfmoon.kv_tier.state import SlotState

@@ -10,7 +10,8 @@ acquire, and by how long a disk may keep silent.
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
@@ -19,7 +20,7 @@ import structlog
 from halfmoon.kv_tier.flights import PullRequest
 from halfmoon.kv_tier.flow import Flow
 from halfmoon.kv_tier.ledger import LeaseGone, Misfit
-from halfmoon.kv_tier.slots import Slot
+from halfmoon.kv_tier.slot import Slot
 from halfmoon.kv_tier.ssd.lower_tier import LowerTier
 from halfmoon.kv_tier.ssd.store import NotRead
 from halfmoon.kv_tier.store import ChunkStore
@@ -74,12 +75,20 @@ class SsdReader:
 
     async def read(self, request: PullRequest, chunks: Sequence[WantedChunk], *, direct: bool) -> list[AcquiredChunk]:
         """Bring these chunks into slots, leased to the request's lease. Raises nothing but `CancelledError`."""
-        self._store.make_room(sum(chunk.key not in self._reads for chunk in chunks))
+        self._make_room(chunk.key for chunk in chunks if chunk.key not in self._reads)
         reads = [self._join(request, chunk, direct=direct) for chunk in chunks]
         return [await self._arrival(request, read) for read in reads]
 
     async def close(self) -> None:
         await ended(*self._tasks)
+
+    def _make_room(self, keys: Iterable[ChunkKey]) -> None:
+        """At whose cost it comes depends on whose the chunks are: as where new ones are reserved."""
+        num_slots = 0
+        found = (self._ssd.find(key) for key in keys)
+        for tenant, count in Counter(chunk.meta.tenant for chunk in found if chunk is not None).items():
+            num_slots += count
+            self._store.make_room(num_slots, tenant)
 
     def _join(self, request: PullRequest, chunk: WantedChunk, *, direct: bool) -> _Read:
         read = self._reads.get(chunk.key)
