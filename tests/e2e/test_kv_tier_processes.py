@@ -199,7 +199,8 @@ async def test_kv_moves_between_processes_over_either_transport(
 async def test_events_wait_while_the_broker_is_away_and_none_is_lost(
     start: StartKvTier, client: PoolClient, bus: Bus, nats_server: NatsServer
 ) -> None:
-    start()
+    pool = start()
+    await until(pool.has_begun, 30)
     await client.wait_ready(20)
     lease = await write_chunks(client, "a")
     nats_server.kill()

@@ -54,6 +54,9 @@ def run(
     except (ConfigError, StartupError, BusUnavailable) as error:
         print(f"halfmoon {service}: {error}", file=sys.stderr)
         return EXIT_REFUSED
+    except BusError as error:
+        print(f"halfmoon {service}: NATS went away during the start: {error}; start it again", file=sys.stderr)
+        return EXIT_FAILED
     except ValueError as error:
         print(f"halfmoon {service}: {error}", file=sys.stderr)
         return EXIT_REFUSED
