@@ -3,6 +3,7 @@
 from collections.abc import AsyncIterator
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from halfmoon.bus.codec import Decoder, encode
@@ -21,7 +22,7 @@ from support.buses import BusMaker
 from support.conductors import CARD, MODEL, SPLIT_PAIR, FakeWorker, Stage, conductor_on
 from support.exact_engine import CHUNK_TOKENS, ExactEngine, reference
 from support.wait import until
-from support.workers import DECODE, SEED, Cluster, Reader, cluster, prompt
+from support.workers import DECODE, ROOT, SEED, Cluster, Reader, cluster, prompt
 
 PROMPT = tuple(range(1, 70))
 KEYS = chunk_keys(Namespace.of(CARD, tenant_salt="default").root(), PROMPT, CARD.chunk_tokens)
@@ -203,7 +204,7 @@ async def test_a_flush_makes_the_engine_forget_and_the_conductors_with_it(pair: 
     pair.decode_engine.num_hot = 2 * CHUNK_TOKENS
     pair.decode_engine.changes.append(HotChanges(frozenset(keys)))
     await until(lambda: len(heard) == 1)
-    order = FlushOrder(seq=7, before_ns=1, selection=Selection(tenant=TenantId("acme")))
+    order = FlushOrder(seq=7, before_ns=1, selection=Selection(everything=True))
     forgotten = await call(pair.bus, subjects.forget(DECODE), Forget(order=order), Forgotten, timeout_s=5.0)
     assert forgotten == Forgotten(worker=DECODE, num_chunks=2)
     assert pair.decode_engine.num_hot == 0
@@ -211,6 +212,40 @@ async def test_a_flush_makes_the_engine_forget_and_the_conductors_with_it(pair: 
     await until(lambda: len(heard) == 2)
     assert isinstance(heard[1], CacheChanges)
     assert set(heard[1].removed) == set(keys)
+
+
+async def test_a_flush_of_a_tenant_forgets_the_roots_that_may_hold_what_was_computed_for_it(pair: Cluster) -> None:
+    """Also where another tenant, of the same salt, has brought it into this engine."""
+    tokens = prompt(2 * CHUNK_TOKENS + 1)
+    lent, _ = pair.halves(tokens)
+    await pair.send_prefill(lent)
+    slots = pair.node_a.service.store.ledger.slots
+    await until(lambda: slots.num_registered == 2)
+    await pair.cancel(lent.request_id)
+    await pair.idle()
+    borrowed, half = pair.halves(tokens, reuse=[(pair.node_a.source,)] * 2)
+    borrowed = msgspec.structs.replace(borrowed, tenant=TenantId("borrower"))
+    half = msgspec.structs.replace(half, tenant=TenantId("borrower"))
+    reader = await pair.listen(half.reply)
+    await pair.send_prefill(borrowed)
+    await pair.send_decode(half)
+    await reader.finished()
+    await pair.idle()
+
+    asked = [
+        Selection(tenant=TenantId("stranger")),
+        Selection(tenant=TenantId("borrower")),
+        Selection(tenant=TenantId("default")),
+        Selection(tenant=TenantId("default"), model=ModelName("another")),
+        Selection(tenant=TenantId("default"), prefixes=(KEYS[0],)),
+        Selection(prefixes=(KEYS[0],)),
+    ]
+    for seq, selection in enumerate(asked, start=1):
+        order = FlushOrder(seq=seq, before_ns=1, selection=selection)
+        await call(pair.bus, subjects.forget(DECODE), Forget(order=order), Forgotten, timeout_s=5.0)
+    one, none = frozenset({ROOT}), frozenset[bytes]()
+    assert pair.decode_engine.forgotten == [none, one, one, none, one, None]
+    assert pair.failures == []
 
 
 async def test_an_engine_that_breaks_when_asked_what_is_hot_ends_its_worker(pair: Cluster) -> None:

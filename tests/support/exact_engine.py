@@ -7,7 +7,7 @@ not. A test may hold the engine at any step.
 import asyncio
 import hashlib
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from dataclasses import dataclass, field
 
 from halfmoon.engine.contract import (
@@ -77,6 +77,8 @@ class ExactEngine:
         self.num_loads = 0
         self.num_hot = 0
         self.changes: deque[HotChanges] = deque()
+        self.forgotten: list[Collection[bytes] | None] = []
+        """Roots, as `forget` was asked."""
         """What `hot_changes` answers, one after the other."""
         self.started = False
         self._sequences: dict[str, _Sequence] = {}
@@ -120,7 +122,8 @@ class ExactEngine:
     def hot_changes(self) -> HotChanges:
         return self.changes.popleft() if self.changes else HotChanges()
 
-    def forget(self) -> int:
+    def forget(self, roots: Collection[bytes] | None = None) -> int:
+        self.forgotten.append(roots)
         num_chunks, self.num_hot = self.num_hot // CHUNK_TOKENS, 0
         self.changes.append(HotChanges(is_reset=True))
         return num_chunks

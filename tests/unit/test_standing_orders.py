@@ -11,6 +11,7 @@ from halfmoon.registry.orders import OrderBook, TooManyPins
 from halfmoon.schemas.chunks import ChunkMeta
 from halfmoon.schemas.ids import ChunkKey, ModelName, RequestId, TenantId
 from halfmoon.schemas.orders import FlushOrder, PinOrder, Selection
+from halfmoon.worker.makers import Makers
 
 TENANTS = [TenantId("acme"), TenantId("other")]
 MODELS = [ModelName("m1"), ModelName("m2")]
@@ -178,3 +179,38 @@ def test_a_cache_of_blocks_forgets_by_other_salts() -> None:
     assert not chunks.take_changes().added, "what goes on under the old salt is found by nobody"
     chunks.stored([5, 6], None, [1, 2, 3, 4], chunks.root_of(chunks.salt(root)))
     assert chunks.take_changes().added == before
+
+
+def test_a_cache_of_blocks_forgets_one_root_and_keeps_the_others() -> None:
+    chunks, roots = HotChunks(2), [bytes([number]) * 32 for number in range(3)]
+
+    def store(number: int, root: bytes) -> frozenset[ChunkKey]:
+        chunks.stored([number, number + 1], None, [1, 2, 3, 4], chunks.root_of(chunks.salt(root)))
+        return chunks.take_changes().added
+
+    before = [store(10 * number, root) for number, root in enumerate(roots)]
+    salts = [chunks.salt(root) for root in roots]
+    assert chunks.forget(roots[:1]) == 2
+    changes = chunks.take_changes()
+    assert (changes.added, changes.removed, changes.is_reset) == (frozenset(), before[0], False)
+    assert [chunks.salt(root) == salt for root, salt in zip(roots, salts, strict=True)] == [False, True, True]
+    assert [chunks.root_of(salt) for salt in salts] == [None, *roots[1:]]
+    chunks.stored([2], 1, [5, 6], b"")
+    assert not chunks.take_changes().added, "what it stands behind is forgotten"
+    assert store(40, roots[0]) == before[0]
+    chunks.forget()
+    chunks.forget(roots[1:2])
+    used = {*salts, *(chunks.salt(root) for root in roots)}
+    assert len(used) == 6, "no salt comes back"
+    assert [store(100 + 10 * number, root) for number, root in enumerate(roots)] == before
+
+
+def test_what_was_computed_for_too_many_is_forgotten_whole() -> None:
+    makers, model = Makers(max_noted=2), ModelName("m")
+    for tenant in ("a", "b", "a", "b"):
+        makers.note(tenant.encode(), TenantId(tenant), model)
+    assert makers.roots_of(Selection(tenant=TenantId("a"))) == frozenset({b"a"})
+    assert makers.roots_of(Selection(model=model)) == frozenset({b"a", b"b"})
+    assert makers.roots_of(Selection(everything=True)) is None
+    makers.note(b"c", TenantId("c"), model)
+    assert makers.roots_of(Selection(tenant=TenantId("a"))) is None

@@ -48,7 +48,7 @@ class PinOrder(Message, frozen=True):
 
 
 class Forget(Message, frozen=True, tag="worker.forget.v1"):
-    """To a worker: find nothing any more of what the engine's own prefix cache holds now."""
+    """To a worker: find nothing any more of what the engine's own prefix cache holds now and the order may select."""
 
     order: FlushOrder
 

@@ -356,6 +356,8 @@ class DecodeRun:
             self.half.request_id,
             tenant=self.half.tenant,
             model=self.half.model,
+            root=self.half.root,
+            makers=self._parts.sequences.makers,
             lease_s=config.lease_s,
             deadline_ns=self._deadline_ns,
             timeout_s=config.pool_timeout_s,

@@ -262,6 +262,8 @@ class PrefillRun:
             self.half.request_id,
             tenant=self.half.tenant,
             model=self.half.model,
+            root=self.half.root,
+            makers=self._parts.sequences.makers,
             lease_s=self._parts.config.lease_s,
             deadline_ns=self._deadline_ns,
             timeout_s=self._parts.config.pool_timeout_s,

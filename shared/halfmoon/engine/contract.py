@@ -24,7 +24,7 @@ Positions and who owns them, for a prompt of n tokens and chunks of c (k = n // 
     n-1                               the last token: decode computes it, always, so that sampling lives in one place
 """
 
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -182,8 +182,9 @@ class Engine(Protocol):
         """Chunks that are hot now and weren't when this was last asked, and the reverse. Asked by one caller."""
         ...
 
-    def forget(self) -> int:
-        """Let no sequence that is opened from now on find what the prefix cache holds; the chunks known to be there.
+    def forget(self, roots: Collection[bytes] | None = None) -> int:
+        """Let no sequence that is opened from now on find what the prefix cache holds of these roots, or (None) of any;
+        the chunks known to be there.
 
         Those that are open go on. What they leave behind isn't found either.
         """

@@ -8,6 +8,7 @@ from typing import TypeVar
 from halfmoon.pool.client import PoolClient
 from halfmoon.schemas.ids import LeaseId, ModelName, RequestId, TenantId
 from halfmoon.schemas.kv_tier import Acquired, Committed, NewChunk, Reserved, WantedChunk, WrittenChunk
+from halfmoon.worker.makers import Makers
 
 Granted = TypeVar("Granted", Acquired, Reserved)
 
@@ -28,15 +29,20 @@ class LeaseSet:
         *,
         tenant: TenantId,
         model: ModelName,
+        root: bytes,
+        makers: Makers,
         lease_s: float,
         deadline_ns: int,
         timeout_s: float,
     ) -> None:
-        """`timeout_s` bounds each question to the pool, as `deadline_ns` bounds them all."""
+        """`makers` is told whose KV the engine may hold for this request, under this root. `timeout_s` bounds each
+        question to the pool, as `deadline_ns` bounds them all."""
         self._pool = pool
         self._request_id = request_id
         self._tenant = tenant
         self._model = model
+        self._root = root
+        self._makers = makers
         self._lease_s = lease_s
         self._deadline_ns = deadline_ns
         self._timeout_s = timeout_s
@@ -48,6 +54,7 @@ class LeaseSet:
         return self._pool
 
     async def __aenter__(self) -> "LeaseSet":
+        self._makers.note(self._root, self._tenant, self._model)
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -55,7 +62,7 @@ class LeaseSet:
 
     async def acquire(self, chunks: Sequence[WantedChunk], *, keep: bool) -> Acquired:
         """Raises `BusError` (a refusal is a `RemoteError`)."""
-        return await self._ask(
+        acquired = await self._ask(
             self._pool.acquire(
                 self._request_id,
                 chunks,
@@ -66,6 +73,10 @@ class LeaseSet:
                 model=self._model,
             )
         )
+        for chunk in acquired.chunks:
+            if chunk.meta is not None:
+                self._makers.note(self._root, chunk.meta.tenant, chunk.meta.model)
+        return acquired
 
     async def reserve(self, chunks: Sequence[NewChunk]) -> Reserved:
         """Raises `BusError`."""

@@ -17,7 +17,9 @@ from halfmoon.engine.contract import (
     SequenceSpec,
 )
 from halfmoon.schemas.model import ModelCard
+from halfmoon.schemas.orders import Selection
 from halfmoon.worker.line import Line
+from halfmoon.worker.makers import Makers
 
 T = TypeVar("T")
 
@@ -56,6 +58,7 @@ class Sequences:
         self._engine = engine
         self._on_crash = on_crash
         self._line = Line()
+        self.makers = Makers()
 
     @property
     def card(self) -> ModelCard:
@@ -73,10 +76,11 @@ class Sequences:
         with _Guard("hot_changes", self._on_crash):
             return self._engine.hot_changes()
 
-    def forget(self) -> int:
-        """Empty the engine's prefix cache, as far as new sequences can tell; how many chunks were known to be in it."""
+    def forget(self, selection: Selection) -> int:
+        """Let new sequences find nothing in the engine's prefix cache that may be selected; how many chunks were known
+        to be in it that are forgotten."""
         with _Guard("forget", self._on_crash):
-            return self._engine.forget()
+            return self._engine.forget(self.makers.roots_of(selection))
 
     @asynccontextmanager
     async def sequence(self, spec: SequenceSpec, *, priority: int = 0) -> AsyncIterator["OpenSequence"]:

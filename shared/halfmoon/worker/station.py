@@ -91,8 +91,8 @@ class Station:
         return self.engine.stats() if self._is_started else None
 
     async def _forget(self, message: Forget, envelope: Envelope) -> Forgotten:
-        """A flush. Its numbers only rise, and whatever it selects, all is forgotten: what is needed comes back soon."""
-        num_chunks = self.sequences.forget()
+        """A flush. At least what it selects is forgotten; what is needed of the rest comes back from the pool."""
+        num_chunks = self.sequences.forget(message.order.selection)
         self.pulse.orders_seq = max(self.pulse.orders_seq, message.order.seq)
         self._log.info("prefix cache forgotten", seq=message.order.seq, num_chunks=num_chunks)
         return Forgotten(worker=self.pulse.worker, num_chunks=num_chunks)

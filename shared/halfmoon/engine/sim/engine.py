@@ -5,7 +5,7 @@ import contextlib
 import hashlib
 import math
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -119,7 +119,7 @@ class SimEngine:
     def hot_changes(self) -> HotChanges:
         return HotChanges()
 
-    def forget(self) -> int:
+    def forget(self, roots: Collection[bytes] | None = None) -> int:
         return 0
 
     async def load(self, seq_id: str, index: int, num_tokens: int, payload: memoryview) -> None:

@@ -7,7 +7,7 @@ locks, and whether a thread may still touch a sequence is known: it is in the st
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import torch
@@ -94,7 +94,7 @@ class TorchEngine:
     def hot_changes(self) -> HotChanges:
         return HotChanges()
 
-    def forget(self) -> int:
+    def forget(self, roots: Collection[bytes] | None = None) -> int:
         return 0
 
     async def load(self, seq_id: str, index: int, num_tokens: int, payload: memoryview) -> None:

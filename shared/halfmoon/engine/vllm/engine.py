@@ -7,7 +7,7 @@ there is anything to load, vLLM gives it blocks and waits; chunks are copied in 
 import asyncio
 import contextlib
 import itertools
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from typing import Any
 
 from halfmoon.engine.checks import check_decode, check_load, check_sinks, check_spec
@@ -129,8 +129,8 @@ class VllmEngine:
     def hot_changes(self) -> HotChanges:
         return self._hot.take_changes()
 
-    def forget(self) -> int:
-        return self._hot.forget()
+    def forget(self, roots: Collection[bytes] | None = None) -> int:
+        return self._hot.forget(roots)
 
     async def load(self, seq_id: str, index: int, num_tokens: int, payload: memoryview) -> None:
         sequence = self._get(seq_id)
