@@ -103,4 +103,4 @@ async def standing(
 
 
 async def _heard(gateway: Gateway) -> None:
-    await until(lambda: not gateway._cluster.serving(MODEL, time.monotonic()).missing)
+    await until(lambda: not gateway._cluster.serving(MODEL).missing)

@@ -70,38 +70,56 @@ def _conductor() -> ServiceHeartbeat:
 
 def test_what_is_missing_is_named() -> None:
     cluster = Cluster()
-    assert cluster.serving(MODEL, 0.0).missing == ("conductor", "prefill worker", "decode worker")
+    assert cluster.serving(MODEL).missing == ("conductor", "prefill worker", "decode worker")
     cluster.hear(_conductor(), 0.0)
     cluster.hear(_worker(Role.PREFILL, state=MemberState.LOADING), 0.0)
-    assert cluster.serving(MODEL, 0.0).missing == ("prefill worker (loading)", "decode worker")
+    assert cluster.serving(MODEL).missing == ("prefill worker (loading)", "decode worker")
     cluster.hear(_worker(Role.PREFILL), 0.0)
     cluster.hear(_worker(Role.DECODE, state=MemberState.DRAINING), 0.0)
-    assert cluster.serving(MODEL, 0.0).missing == ("decode worker",)
+    assert cluster.serving(MODEL).missing == ("decode worker",)
     cluster.hear(_worker(Role.DECODE), 0.0)
-    serving = cluster.serving(MODEL, 0.0)
+    serving = cluster.serving(MODEL)
     assert serving.missing == ()
     assert serving.card == CARD
     assert len(serving.members) == 3
-    assert cluster.serving(ModelName("other"), 0.0).missing == ("prefill worker", "decode worker")
+    assert cluster.serving(ModelName("other")).missing == ("prefill worker", "decode worker")
 
 
 def test_one_worker_of_both_halves_is_enough() -> None:
     cluster = Cluster()
     cluster.hear(_conductor(), 0.0)
     cluster.hear(_worker(Role.COLOCATED), 0.0)
-    assert cluster.serving(MODEL, 0.0).missing == ()
+    assert cluster.serving(MODEL).missing == ()
 
 
 def test_the_silent_and_the_gone_are_forgotten() -> None:
     cluster = Cluster()
     for heartbeat in (_conductor(), _worker(Role.PREFILL), _worker(Role.DECODE)):
         cluster.hear(heartbeat, 0.0)
-    assert cluster.serving(MODEL, MEMBER_LOST_AFTER_S).missing == ()
-    cluster.hear(_conductor(), MEMBER_LOST_AFTER_S)
-    cluster.hear(_worker(Role.DECODE), MEMBER_LOST_AFTER_S)
-    assert cluster.serving(MODEL, MEMBER_LOST_AFTER_S + 0.1).missing == ("prefill worker",)
-    cluster.hear(Goodbye(worker=WorkerId("conductor")), MEMBER_LOST_AFTER_S)
-    assert cluster.serving(MODEL, MEMBER_LOST_AFTER_S + 0.1).missing == ("conductor", "prefill worker")
+    now_s = 0.0
+    while now_s < MEMBER_LOST_AFTER_S:
+        assert cluster.serving(MODEL).missing == ()
+        now_s += 0.5
+        cluster.hear(_conductor(), now_s)
+        cluster.hear(_worker(Role.DECODE), now_s)
+    cluster.hear(_conductor(), now_s + 0.5)
+    assert cluster.serving(MODEL).missing == ("prefill worker",)
+    cluster.hear(Goodbye(worker=WorkerId("conductor")), now_s + 0.5)
+    assert cluster.serving(MODEL).missing == ("conductor", "prefill worker")
+
+
+def test_while_nobody_at_all_is_heard_nobody_is_forgotten() -> None:
+    cluster = Cluster()
+    for heartbeat in (_conductor(), _worker(Role.PREFILL), _worker(Role.DECODE)):
+        cluster.hear(heartbeat, 0.0)
+    # The broker stood still; whoever is heard first again, the others have the time that they had before.
+    cluster.hear(_conductor(), 60.0)
+    assert cluster.serving(MODEL).missing == ()
+    for now_s in (60.9, 61.8):
+        cluster.hear(_conductor(), now_s)
+        assert cluster.serving(MODEL).missing == ()
+    cluster.hear(_conductor(), 62.7)
+    assert cluster.serving(MODEL).missing == ("prefill worker", "decode worker")
 
 
 def _serving(*members: tuple[str, int], missing: tuple[str, ...] = ()) -> Serving:

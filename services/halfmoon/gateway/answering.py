@@ -1,7 +1,6 @@
 """A generation request, from its arrival to the end of its answer."""
 
 import asyncio
-import time
 from collections.abc import AsyncGenerator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
@@ -155,7 +154,7 @@ class Answering:
         """The served model's limits. Raises `ApiError` 503 where it can't be served now."""
         if not self._bus.is_connected:
             raise refusal(ErrorCode.UNAVAILABLE, "The message broker can't be reached; try again shortly")
-        serving = self._cluster.serving(self._model, time.monotonic())
+        serving = self._cluster.serving(self._model)
         if serving.card is None or serving.missing:
             code = ErrorCode.UNAVAILABLE if "conductor" in serving.missing else ErrorCode.NO_WORKERS
             raise refusal(code, f"The model '{self._model}' can't be served now; missing: {', '.join(serving.missing)}")

@@ -1,6 +1,5 @@
 """The HTTP routes."""
 
-import time
 from collections.abc import Awaitable, Callable
 
 import msgspec
@@ -42,7 +41,7 @@ def build_app(
     app = FastAPI(title="halfmoon", openapi_url=None, docs_url=None, redoc_url=None)
 
     def models() -> list[ModelBody]:
-        card = cluster.serving(model, time.monotonic()).card
+        card = cluster.serving(model).card
         if card is None:
             return []
         created_s = started_ns // 1_000_000_000

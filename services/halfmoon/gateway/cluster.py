@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from halfmoon.lifecycle.listening import ListeningClock
 from halfmoon.schemas.ids import ModelName, WorkerId
 from halfmoon.schemas.members import (
     MEMBER_LOST_AFTER_S,
@@ -33,22 +34,27 @@ class Cluster:
     """The last heartbeat of each conductor and worker."""
 
     def __init__(self) -> None:
+        self._clock = ListeningClock()
         self._heard: dict[WorkerId, tuple[WorkerHeartbeat | ServiceHeartbeat, float]] = {}
+        """With the time of that clock."""
 
     def hear(self, heartbeat: Heartbeat, now_s: float) -> None:
+        at_s = self._clock.hear(now_s)
         match heartbeat:
             case Goodbye():
                 self._heard.pop(heartbeat.worker, None)
             case WorkerHeartbeat() | ServiceHeartbeat():
                 if heartbeat.worker in self._heard or len(self._heard) < MAX_MEMBERS:
-                    self._heard[heartbeat.worker] = (heartbeat, now_s)
+                    self._heard[heartbeat.worker] = (heartbeat, at_s)
             case NodeHeartbeat():
                 # A pool that is away costs reuse, not service.
                 return
 
-    def serving(self, model: ModelName, now_s: float) -> Serving:
-        """The state of one model. Members not heard for `MEMBER_LOST_AFTER_S` are forgotten."""
-        lost = [worker for worker, (_, at_s) in self._heard.items() if now_s - at_s > MEMBER_LOST_AFTER_S]
+    def serving(self, model: ModelName) -> Serving:
+        """The state of one model. Members that were silent for `MEMBER_LOST_AFTER_S`, while others were heard, are
+        forgotten."""
+        listened_s = self._clock.listened_s
+        lost = [worker for worker, (_, at_s) in self._heard.items() if listened_s - at_s > MEMBER_LOST_AFTER_S]
         for worker in lost:
             del self._heard[worker]
         present: set[str] = set()

@@ -102,7 +102,7 @@ class Readiness:
 
     def report(self) -> ReadyReport:
         verdict = self._verdict
-        verdict.see(self._cluster.serving(self._model, time.monotonic()))
+        verdict.see(self._cluster.serving(self._model))
         missing = list(verdict.missing) if self._bus.is_connected else ["message broker", *verdict.missing]
         return ReadyReport(
             ready=verdict.ready and not missing, model=self._model, missing=missing, detail=verdict.detail
@@ -112,7 +112,7 @@ class Readiness:
         """Watch and try, until cancelled."""
         was_ready = False
         while True:
-            serving = self._cluster.serving(self._model, time.monotonic())
+            serving = self._cluster.serving(self._model)
             pause_s = HEARTBEAT_INTERVAL_S
             if self._verdict.see(serving) and not await self._try(serving):
                 pause_s = self._config.probe_interval_s

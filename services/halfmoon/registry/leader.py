@@ -171,7 +171,7 @@ class Leader:
         while True:
             try:
                 state = await term.load()
-                membership.table.recall(state.members, asyncio.get_running_loop().time())
+                membership.table.recall(state.members)
                 if not announced:
                     await membership.announce_all()
                     announced = True

@@ -9,6 +9,7 @@ from typing import TypeAlias
 
 import msgspec
 
+from halfmoon.lifecycle.listening import ListeningClock
 from halfmoon.machine import Machine
 from halfmoon.registry.state import MEMBER_TABLE, PRESENT, MemberPhase, MemberSign
 from halfmoon.schemas.ids import NodeId, WorkerId
@@ -23,8 +24,6 @@ from halfmoon.schemas.members import (
 from halfmoon.schemas.registry import MemberEvent, MemberJoined, MemberLost
 
 LATE_AFTER_S = MEMBER_LOST_AFTER_S / 2
-DEAF_AFTER_S = MEMBER_LOST_AFTER_S / 2
-"""When not one heartbeat of anybody has come for this long, the fault is on this side (a registry hears its own)."""
 FORGET_AFTER_S = 60.0
 MAX_MEMBERS = 10_000
 
@@ -38,7 +37,7 @@ class Member:
     machine: Machine[MemberPhase, MemberSign]
     heartbeat: LiveHeartbeat
     heard_s: float
-    """Monotonic time of the last heartbeat; moved forward by the time for which the registry itself was deaf."""
+    """Of the last heartbeat, on the table's clock."""
     fresh: bool = True
     """Heard since the last `take_fresh`."""
 
@@ -53,15 +52,17 @@ class MemberTable:
 
     def __init__(self) -> None:
         self._members: dict[WorkerId, Member] = {}
-        self._last_heard_s: float | None = None
-        self._last_tick_s: float | None = None
+        self._clock = ListeningClock()
         self.refused = 0
-        self.listened_s = 0.0
+
+    @property
+    def listened_s(self) -> float:
         """For how long, in all, this registry has been able to hear."""
+        return self._clock.listened_s
 
     def hear(self, heartbeat: Heartbeat, now_s: float) -> tuple[MemberEvent, ...]:
         """Take in one heartbeat."""
-        self._last_heard_s = now_s
+        heard_s = self._clock.hear(now_s)
         member = self._members.get(heartbeat.worker)
         if isinstance(heartbeat, Goodbye):
             return self._part(member)
@@ -69,7 +70,7 @@ class MemberTable:
             if len(self._members) >= MAX_MEMBERS:
                 self.refused += 1
                 return ()
-            member = Member(Machine(MEMBER_TABLE, MemberPhase.UNKNOWN), heartbeat, now_s)
+            member = Member(Machine(MEMBER_TABLE, MemberPhase.UNKNOWN), heartbeat, heard_s)
             self._members[heartbeat.worker] = member
         phase, before = member.machine.state, member.heartbeat
         if phase is MemberPhase.LEFT and heartbeat.started_ns <= before.started_ns:
@@ -81,35 +82,25 @@ class MemberTable:
         if restarted:
             events.append(self._lost(member, "restarted"))
         member.machine.fire(MemberSign.HEARD)
-        member.heartbeat, member.heard_s, member.fresh = heartbeat, now_s, True
+        member.heartbeat, member.heard_s, member.fresh = heartbeat, heard_s, True
         if restarted or phase not in PRESENT:
             events.append(MemberJoined(worker=heartbeat.worker, node=member.pool))
         return tuple(events)
 
-    def recall(self, heartbeats: tuple[LiveHeartbeat, ...], now_s: float) -> None:
+    def recall(self, heartbeats: tuple[LiveHeartbeat, ...]) -> None:
         """Members that an earlier leader had recorded. Those not heard here yet have until they are overdue."""
         for heartbeat in heartbeats:
             if heartbeat.worker not in self._members and len(self._members) < MAX_MEMBERS:
-                member = Member(Machine(MEMBER_TABLE, MemberPhase.UNKNOWN), heartbeat, now_s, fresh=False)
+                machine = Machine(MEMBER_TABLE, MemberPhase.UNKNOWN)
+                member = Member(machine, heartbeat, self.listened_s, fresh=False)
                 member.machine.fire(MemberSign.RECALLED)
                 self._members[heartbeat.worker] = member
 
-    def tick(self, now_s: float) -> tuple[MemberEvent, ...]:
-        """Judge who is late. Call it a few times a second.
-
-        While nobody at all is heard, or after a pause of this process, nobody is judged: the silence is ours.
-        """
-        since_tick_s = now_s - (self._last_tick_s if self._last_tick_s is not None else now_s)
-        self._last_tick_s = now_s
-        deaf = self._last_heard_s is None or now_s - self._last_heard_s > DEAF_AFTER_S
-        if deaf or since_tick_s > DEAF_AFTER_S:
-            for member in self._members.values():
-                member.heard_s += since_tick_s
-            return ()
-        self.listened_s += since_tick_s
+    def judge(self) -> tuple[MemberEvent, ...]:
+        """Who is late, and who is lost. Call it a few times a second."""
         events: list[MemberEvent] = []
         for worker, member in list(self._members.items()):
-            silent_s = now_s - member.heard_s
+            silent_s = self.listened_s - member.heard_s
             if silent_s > FORGET_AFTER_S and member.machine.state not in PRESENT:
                 del self._members[worker]
                 continue

@@ -45,9 +45,8 @@ class Membership:
 
     async def watch(self) -> None:
         """Judge who is late, for as long as it isn't cancelled."""
-        loop = asyncio.get_running_loop()
         while True:
-            await self._tell(self.table.tick(loop.time()))
+            await self._tell(self.table.judge())
             for phase, count in self.table.count().items():
                 if phase is not MemberPhase.UNKNOWN:
                     self._members.labels(phase.value).set(count)

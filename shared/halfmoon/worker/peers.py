@@ -11,16 +11,16 @@ from dataclasses import dataclass
 from halfmoon.bus.codec import Decoder
 from halfmoon.bus.errors import Undecodable
 from halfmoon.bus.protocol import Bus, BusMessage, Subscription
+from halfmoon.lifecycle.listening import ListeningClock
 from halfmoon.schemas import subjects
 from halfmoon.schemas.ids import WorkerId
 from halfmoon.schemas.members import MEMBER_LOST_AFTER_S, Goodbye, Heartbeat
-
-DEAF_AFTER_S = MEMBER_LOST_AFTER_S / 2
 
 
 @dataclass(slots=True)
 class _Peer:
     heard_s: float
+    """On the clock of the watch."""
     num_watchers: int = 0
     started_ns: int | None = None
     """Of the life that was heard last; None before its first heartbeat."""
@@ -38,7 +38,7 @@ class Watched:
     @property
     def silent_s(self) -> float:
         """For how long others have been heard, and not this worker; at first, since the watch began."""
-        return max(0.0, self._watch.listened_s - self._peer.heard_s)
+        return self._watch.listened_s - self._peer.heard_s
 
     @property
     def was_restarted(self) -> bool:
@@ -54,11 +54,16 @@ class PeerWatch:
         self._now_s = now_s
         self._decoder: Decoder[Heartbeat] = Decoder(Heartbeat)
         self._peers: dict[str, _Peer] = {}
-        self.listened_s = now_s()
-        """When anybody at all was last heard."""
+        self._clock = ListeningClock()
+        self._clock.hear(now_s())
         self.num_heard = 0
         """Heartbeats, of anybody."""
         self._subscription: Subscription | None = None
+
+    @property
+    def listened_s(self) -> float:
+        """For how long, in all, others could be heard."""
+        return self._clock.listened_s
 
     def __len__(self) -> int:
         """Number of workers that are watched."""
@@ -76,7 +81,7 @@ class PeerWatch:
     @contextmanager
     def watching(self, worker: WorkerId) -> Iterator[Watched]:
         subject = subjects.heartbeat(worker)
-        peer = self._peers.setdefault(subject, _Peer(self._now_s()))
+        peer = self._peers.setdefault(subject, _Peer(self.listened_s))
         peer.num_watchers += 1
         try:
             yield Watched(self, peer)
@@ -89,15 +94,11 @@ class PeerWatch:
         """It gave another sign of life than a heartbeat."""
         peer = self._peers.get(subjects.heartbeat(worker))
         if peer is not None:
-            peer.heard_s = self._now_s()
+            peer.heard_s = self.listened_s
 
     async def _on_heartbeat(self, message: BusMessage) -> None:
         self.num_heard += 1
-        now_s = self._now_s()
-        deaf_s, self.listened_s = now_s - self.listened_s, now_s
-        if deaf_s > DEAF_AFTER_S:
-            for each in self._peers.values():
-                each.heard_s = min(now_s, each.heard_s + deaf_s)
+        heard_s = self._clock.hear(self._now_s())
         peer = self._peers.get(message.subject)
         if peer is None:
             return
@@ -105,7 +106,7 @@ class PeerWatch:
             beat = self._decoder.decode(message.data, message.headers)
         except Undecodable:
             return
-        peer.heard_s = now_s
+        peer.heard_s = heard_s
         if isinstance(beat, Goodbye):
             # As good as lost already: only the grace for its successor is left.
             peer.heard_s -= MEMBER_LOST_AFTER_S
