@@ -87,6 +87,7 @@ def test_a_recording_brings_its_own_machine(tmp_path: Path) -> None:
                 chunk_tokens=256,
                 prefill_fit=(0.5, 0.01, 0.0),
                 step_fit=(0.1, 0.0, 0.0),
+                request_s=0.25,
                 kv_tokens=50_000,
             )
         )
@@ -108,6 +109,9 @@ def test_a_recording_brings_its_own_machine(tmp_path: Path) -> None:
     assert found["hit_ratio"] == pytest.approx(512 / 1280)
     assert found["prefill_compute_s"] == pytest.approx((0.5 + 6.4) + (0.5 + 1.28))
     assert found["tbt_s"]["p50"] == pytest.approx(0.1)
+    handed_s = 0.001 + 256 * 1000 / 1e9
+    assert found["ttft_s"]["p99"] == pytest.approx(0.5 + 6.4 + handed_s + 0.25 + 0.1)
+    assert any("services add 0.25 s to each first token" in each for each in found["assumptions"])
 
 
 def test_a_config_of_ones_own(tmp_path: Path) -> None:

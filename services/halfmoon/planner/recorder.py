@@ -1,7 +1,7 @@
 """Hears the requests of a running system, in the halves that its conductors send, and makes lines of them."""
 
 import time
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -10,6 +10,7 @@ import msgspec
 from halfmoon.bus.codec import Decoder
 from halfmoon.bus.errors import Undecodable
 from halfmoon.bus.protocol import Bus, BusMessage, ConnectionState, Subscription
+from halfmoon.planner.overhead import Overhead
 from halfmoon.scheduling.costs.fitted import Fitted
 from halfmoon.scheduling.costs.traffic import Traffic
 from halfmoon.scheduling.estimates import Assumed
@@ -49,6 +50,7 @@ class Recorder:
         self._open: OrderedDict[RequestId, RequestLine] = OrderedDict()
         self._ended: OrderedDict[RequestId, None] = OrderedDict()
         self._models: dict[str, ModelLine] = {}
+        self._overheads: defaultdict[str, Overhead] = defaultdict(Overhead)
         self._written_models: dict[str, ModelLine] = {}
         self._subscriptions: list[Subscription] = []
         self._unwatch: Callable[[], None] | None = None
@@ -84,6 +86,9 @@ class Recorder:
         while self._open:
             self._write(self._open.popitem(last=False)[1])
         for name, model in self._models.items():
+            if model.prefill_fit is not None and model.step_fit is not None:
+                overhead_s = self._overheads[name].seconds(model.prefill_fit, model.step_fit)
+                model = msgspec.structs.replace(model, request_s=overhead_s)
             if self._written_models.get(name) != model:
                 self._write(model)
         self._write(
@@ -130,6 +135,7 @@ class Recorder:
         line = self._open.pop(ended.request_id, None) if ended.role is not Role.PREFILL else None
         if line is not None:
             self._remember(ended.request_id)
+            self._overheads[line.model].hear(ended)
             self._write(msgspec.structs.replace(line, completion_tokens=ended.num_generated_tokens))
 
     async def _on_heartbeat(self, message: BusMessage) -> None:

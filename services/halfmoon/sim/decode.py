@@ -42,6 +42,8 @@ class DecodeInstance:
         self.worker = worker
         self.node = node
         self.busy_s = 0.0
+        self.num_sent = 0
+        """Sequences that are in the batch, or will be."""
         self._timing = machine.timing
         self._card = card
         self._clock = clock
@@ -84,11 +86,6 @@ class DecodeInstance:
         )
 
     @property
-    def num_sent(self) -> int:
-        """Sequences that are in the batch, or will be."""
-        return len(self._batch) + len(self._with_room) + len(self._line)
-
-    @property
     def batch_size(self) -> int:
         return len(self._batch)
 
@@ -99,6 +96,7 @@ class DecodeInstance:
 
     def expect(self, request: SimRequest) -> None:
         """It will come with its KV: keep room for it, as soon as there is."""
+        self.num_sent += 1
         self._line.append(request)
         self._serve_line()
 
@@ -136,6 +134,7 @@ class DecodeInstance:
         return min(request.num_tokens + request.max_tokens, self._total_tokens)
 
     def _let_go(self, request: SimRequest) -> None:
+        self.num_sent -= 1
         if request in self._with_room:
             self._with_room.remove(request)
             self._coming_tokens -= request.num_tokens
@@ -194,6 +193,7 @@ class DecodeInstance:
     def _finish(self, done: list[SimRequest]) -> None:
         for request in done:
             request.last_token_s = self._clock.now_s
+            self.num_sent -= 1
             self._free_tokens += self._needs(request)
             self._listener.ended(request)
         if done:

@@ -49,7 +49,12 @@ class PrefillInstance:
         self.node = node
         self.busy_s = 0.0
         self.num_prompts = 0
+        self.free_at_s = 0.0
+        """When the prompt that runs is done."""
+        self.waiting_s = 0.0
+        """Of computing those that wait."""
         self._timing = machine.timing
+        self._request_s = machine.request_s
         self._card = card
         self._caches = caches
         self._cache = caches[node]
@@ -58,17 +63,14 @@ class PrefillInstance:
         self._tally = tally
         self._ready: deque[_Job] = deque()
         self._running: _Job | None = None
-        self._free_at_s = 0.0
-        self._waiting_s = 0.0
         self._waiting_tokens = 0
         self._waiting_pairs = 0.0
         self._num_waiting = 0
-        self._num_pulling = 0
 
     @property
     def backlog_s(self) -> float:
         """Until it would begin with another prompt, if nothing waited for a pull."""
-        return max(0.0, self._free_at_s - self._clock.now_s) + self._waiting_s
+        return max(0.0, self.free_at_s - self._clock.now_s) + self.waiting_s
 
     @property
     def num_waiting(self) -> int:
@@ -77,7 +79,7 @@ class PrefillInstance:
     @property
     def load(self) -> WorkerLoad:
         running = self._running
-        left = max(0.0, self._free_at_s - self._clock.now_s) / running.request.prefill_s if running else 0.0
+        left = max(0.0, self.free_at_s - self._clock.now_s) / running.request.prefill_s if running else 0.0
         rest = running.request.num_tokens - running.request.num_reused * self._card.chunk_tokens if running else 0
         return WorkerLoad(
             worker=self.worker,
@@ -122,7 +124,7 @@ class PrefillInstance:
         request.prefill_s = self._timing.prefill_s(request.num_tokens, reused_tokens)
         job.pairs = token_pairs(request.num_tokens, reused_tokens)
         self._num_waiting += 1
-        self._waiting_s += request.prefill_s
+        self.waiting_s += request.prefill_s
         self._waiting_tokens += request.num_tokens - reused_tokens
         self._waiting_pairs += job.pairs
         come_s = self._clock.now_s
@@ -158,17 +160,17 @@ class PrefillInstance:
         job = self._running = self._ready.popleft()
         request, now_s = job.request, self._clock.now_s
         self._num_waiting -= 1
-        self._waiting_s = max(0.0, self._waiting_s - request.prefill_s)
+        self.waiting_s = max(0.0, self.waiting_s - request.prefill_s)
         self._waiting_tokens -= request.num_tokens - min(
             request.num_reused * self._card.chunk_tokens, request.num_tokens
         )
         self._waiting_pairs -= job.pairs
-        self._free_at_s = now_s + request.prefill_s
+        self.free_at_s = now_s + request.prefill_s
         self.busy_s += request.prefill_s
         self.num_prompts += 1
         num_bytes = request.num_tokens * self._card.kv_bytes_per_token
         handed_s = self._network.send(self.node, job.destination, num_bytes, now_s)
-        self._clock.at(self._free_at_s, lambda: self._end(job, handed_s))
+        self._clock.at(self.free_at_s, lambda: self._end(job, handed_s))
 
     def _end(self, job: _Job, handed_s: float) -> None:
         request, now_s = job.request, self._clock.now_s
@@ -181,7 +183,7 @@ class PrefillInstance:
             # The last chunk can't go before it is computed.
             last_bytes = min(request.num_tokens, self._card.chunk_tokens) * self._card.kv_bytes_per_token
             handed_s = max(handed_s, now_s + self._network.through_s(last_bytes))
-        self._clock.at(handed_s, lambda: job.handed(request))
+        self._clock.at(handed_s + self._request_s, lambda: job.handed(request))
         self._running = None
         if self._ready:
             self._begin()

@@ -6,8 +6,11 @@ nor idler than others. A policy that looks at nothing (`round_robin`, `random`) 
 
 import heapq
 import random
-from collections.abc import Sequence
-from typing import Protocol, TypeVar
+from collections.abc import Callable, Iterable, Sequence
+from typing import Generic, Protocol, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
 
 from halfmoon.scheduling.index import Match
 from halfmoon.scheduling.policies import PolicyName
@@ -26,13 +29,24 @@ class _Instance(Protocol):
 I = TypeVar("I", bound=_Instance)  # noqa: E741
 
 
-class Shortlist:
-    def __init__(self, policy: PolicyName, seed: int) -> None:
+class Shortlist(Generic[I]):
+    """Over instances of one role."""
+
+    def __init__(self, policy: PolicyName, seed: int, instances: Iterable[I] = ()) -> None:
         self._policy = policy
         self._random = random.Random(seed)
+        self._instances: list[I] = []
+        self._places: dict[NodeId, int] = {}
+        for instance in instances:
+            self.add(instance)
 
-    def of(self, instances: Sequence[I], loads: Sequence[float], match: Match, turn: int) -> Sequence[I]:
-        """`loads`: of each instance, the less the idler."""
+    def add(self, instance: I) -> None:
+        self._places[instance.node] = len(self._instances)
+        self._instances.append(instance)
+
+    def of(self, loads: Callable[[Sequence[I]], NDArray[np.float64]], match: Match, turn: int) -> Sequence[I]:
+        """`loads`: of each instance, the less the idler; asked only where there are too many."""
+        instances = self._instances
         if len(instances) <= WHOLE:
             return instances
         if self._policy is PolicyName.ROUND_ROBIN:
@@ -40,17 +54,18 @@ class Shortlist:
             begin = turn // WHOLE * WHOLE % (len(instances) // WHOLE * WHOLE)
             return instances[begin : begin + WHOLE]
         if self._policy is PolicyName.RANDOM:
-            return self._random.sample(list(instances), NUM_IDLE)
+            return self._random.sample(instances, NUM_IDLE)
+        idle = np.argsort(loads(instances), kind="stable")[:NUM_IDLE].tolist()
+        return [instances[place] for place in sorted({*idle, *self._near(match)})]
+
+    def _near(self, match: Match) -> Iterable[int]:
+        """Holders of the prefix, those of the longest part of it first."""
         holders: list[NodeId] = []
         seen: frozenset[NodeId] | None = None
         for nodes in reversed(match.holders):
             if nodes is not seen:
-                holders += sorted(nodes.difference(holders))[: NUM_HOLDERS - len(holders)]
+                holders += heapq.nsmallest(NUM_HOLDERS - len(holders), nodes.difference(holders))
                 seen = nodes
             if len(holders) >= NUM_HOLDERS:
                 break
-        near = {place for place, instance in enumerate(instances) if instance.node in holders} if holders else set()
-        return [
-            instances[place]
-            for place in sorted(near.union(heapq.nsmallest(NUM_IDLE, range(len(instances)), loads.__getitem__)))
-        ]
+        return (self._places[node] for node in holders if node in self._places)

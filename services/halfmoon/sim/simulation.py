@@ -6,7 +6,11 @@ arrival ─ index, policy, admission ─▶ rejected
 
 import gc
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from operator import attrgetter
+
+import numpy as np
+from numpy.typing import NDArray
 
 from halfmoon.scheduling.admission import admit
 from halfmoon.scheduling.cluster import Cluster, WorkerLoad
@@ -64,7 +68,8 @@ class Simulation:
         self._outlook = Outlook()
         self._admission = Admission(options.admission, estimates, self._outlook)
         self._judged = ServiceClass(ttft_s=options.slo.ttft_s, tbt_s=options.slo.tbt_s if options.judges_tbt else None)
-        self._shortlist = Shortlist(options.policy, options.seed)
+        self._prefills = Shortlist(options.policy, options.seed, cluster.prefills.values())
+        self._decodes = Shortlist(options.policy, options.seed, cluster.decodes.values())
         self._turn = 0
         self._arrivals: Iterator[SimRequest] = iter(())
 
@@ -128,17 +133,18 @@ class Simulation:
     def _seen(self, match: Match) -> Cluster:
         """The cluster as the policy is to see it: those that are worth weighing, where there are many."""
         cluster = self.cluster
-        prefills = list(cluster.prefills.values())
-        decodes = list(cluster.decodes.values())
-        shortlist = self._shortlist
-        chosen = shortlist.of(prefills, [each.backlog_s for each in prefills], match, self._turn)
+        chosen = self._prefills.of(self._backlogs, match, self._turn)
         if cluster.colocated:
-            loads = [each.backlog_s for each in cluster.colocated.values()]
+            takers = self._decodes.of(lambda each: _loads(each, "backlog_s"), match, self._turn)
         else:
-            loads = [float(each.num_sent) for each in decodes]
-        takers = shortlist.of(decodes, loads, match if cluster.colocated else Match(), self._turn)
+            takers = self._decodes.of(lambda each: _loads(each, "num_sent"), Match(), self._turn)
         workers: tuple[WorkerLoad, ...] = (*(each.load for each in chosen), *(each.load for each in takers))
         return Cluster(workers, cluster.nodes, {})
+
+    def _backlogs(self, prefills: Sequence[PrefillInstance]) -> NDArray[np.float64]:
+        """`PrefillInstance.backlog_s` of many at once."""
+        running_s: NDArray[np.float64] = np.maximum(_loads(prefills, "free_at_s") - self.clock.now_s, 0.0)
+        return running_s + _loads(prefills, "waiting_s")
 
     def _serve(self, request: SimRequest, plan: Plan, match: Match) -> None:
         now_s = self.clock.now_s
@@ -150,7 +156,7 @@ class Simulation:
         if not choice.needs_prefill:
             return
         if not plan.prefills:
-            decode.kv_there(request)
+            self.clock.at(now_s + self.machine.request_s, lambda: decode.kv_there(request))
             return
         first = plan.prefills[0]
         prefill = self.cluster.prefills[first.worker.worker]
@@ -197,6 +203,7 @@ class Simulation:
     def _join(self) -> None:
         instance: PrefillInstance = self.cluster.add_prefill()
         self._queues[instance.worker] = instance
+        self._prefills.add(instance)
         self.index.apply(NodeCleared(node=instance.node, epoch=EPOCH))
 
     def _sample(self) -> None:
@@ -215,3 +222,7 @@ class Simulation:
         )
         if len(self.clock):
             self.clock.at(self.clock.now_s + self.load.interval_s, self._sample)
+
+
+def _loads(instances: Sequence[object], name: str) -> NDArray[np.float64]:
+    return np.fromiter(map(attrgetter(name), instances), float, len(instances))

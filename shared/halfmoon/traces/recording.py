@@ -42,6 +42,8 @@ class ModelLine(Line, frozen=True, tag="model"):
     """Seconds of a prompt: as it stands, and for each new token and each pair of tokens. None: not measured."""
     step_fit: tuple[float, float, float] | None = None
     """Seconds of a step: as it stands, and for each sequence and each token of context."""
+    request_s: float | None = None
+    """What services add to a first token, from a request's placing on, where nothing waits. None: not measured."""
     kv_tokens: int | None = None
     """KV that one engine which decodes has room for."""
 

@@ -24,6 +24,7 @@ from halfmoon.schemas.ids import LeaseId, ModelName, RequestId, TenantId
 from halfmoon.schemas.kv_tier import ChunkSource, NewChunk, SlotRef, WantedChunk, WrittenChunk
 from halfmoon.schemas.splits import ReadyChunk
 from halfmoon.schemas.wire import Error, ErrorCode
+from halfmoon.tasks import batches
 from halfmoon.tracing import Tracer
 from halfmoon.tracing.names import PREFILL_ACQUIRE, PREFILL_COMPUTE
 from halfmoon.worker.chunk_records import ChunkRecorder
@@ -200,23 +201,36 @@ class PromptComputer:
             for index, (chunk, slot) in slots.places.items()
         ]
         stop = start + sum(sink.num_tokens for sink in sinks)
-        payloads = {sink.index: sink.payload for sink in sinks}
-        async with aclosing(sequence.prefill(start, stop, sinks)) as written_chunks:
-            async for written in written_chunks:
-                chunk, slot = slots.places[written.index]
-                digest = await asyncio.to_thread(checksum, payloads[written.index])
-                self._recorder.written(job.request_id, chunk, written)
+        # Chunks that come while others are committed are committed together: computing never waits for the pool.
+        async with aclosing(batches(sequence.prefill(start, stop, sinks))) as come:
+            async for batch in come:
+                chunks = [slots.places[written.index][0] for written in batch]
                 try:
-                    committed = await leases.commit(slots.lease_id, [_written(job, chunk, slot, digest, written)])
-                    if chunk.shared and not committed.num_registered:
-                        # Another writer was first: readers find its copy, so that is the one to hold.
-                        await leases.acquire([_wanted(chunk, ())], keep=True)
+                    await self._commit(job, batch, slots, leases)
                 except BusError as error:
                     return Computed(start + done, num_new, _pool_error("the pool lost a computed chunk", error))
-                done += chunk.num_tokens
-                num_new += 0 if written.is_hot else chunk.num_tokens
-                await on_ready([_ready(chunk, ChunkOutcome.HIT_HBM if written.is_hot else ChunkOutcome.COMPUTED)])
+                ready = []
+                for chunk, written in zip(chunks, batch, strict=True):
+                    done += chunk.num_tokens
+                    num_new += 0 if written.is_hot else chunk.num_tokens
+                    ready.append(_ready(chunk, ChunkOutcome.HIT_HBM if written.is_hot else ChunkOutcome.COMPUTED))
+                await on_ready(ready)
         return Computed(start + done, num_new)
+
+    async def _commit(self, job: PromptJob, batch: Sequence[ChunkWritten], slots: _Slots, leases: LeaseSet) -> None:
+        """Make chunks readable, all with one question. Raises `BusError`."""
+        places = [slots.places[written.index] for written in batch]
+        payloads = [leases.pool.payload(slot) for _, slot in places]
+        digests = await asyncio.to_thread(lambda: [checksum(payload) for payload in payloads])
+        commits = []
+        for (chunk, slot), written, digest in zip(places, batch, digests, strict=True):
+            self._recorder.written(job.request_id, chunk, written)
+            commits.append(_written(job, chunk, slot, digest, written))
+        shared = [chunk for chunk, _ in places if chunk.shared]
+        committed = await leases.commit(slots.lease_id, commits)
+        if committed.num_registered < len(shared):
+            # Another writer was first with some: readers find its copies, so those are the ones to hold.
+            await leases.acquire([_wanted(chunk, ()) for chunk in shared], keep=True)
 
 
 def _written(job: PromptJob, chunk: PlannedChunk, slot: SlotRef, digest: bytes, written: ChunkWritten) -> WrittenChunk:

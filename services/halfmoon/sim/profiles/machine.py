@@ -19,6 +19,8 @@ class Machine:
     cache_tokens: int
     """KV that fits into its node's pool."""
     nic_bytes_per_s: float
+    request_s: float = 0.0
+    """What services add to a request's first token: messages, decisions, leases, handing KV over."""
     max_model_tokens: int = 1 << 20
     vocab_size: int = 1 << 20
     assumptions: tuple[str, ...] = ()

@@ -47,9 +47,13 @@ def measured(recording: Path, *, only: str | None = None) -> Machine:
         kv_tokens=model.kv_tokens,
         cache_tokens=_CACHE_TOKENS,
         nic_bytes_per_s=_NIC_BYTES_PER_S,
+        request_s=model.request_s or 0.0,
         assumptions=(
             f"fitted to what the workers measured: a prompt takes {prompt_s:.3g} s, {token_s:.3g} s a new token and "
             f"{pair_s:.3g} s a pair of tokens; a step {step_s:.3g} s, {sequence_s:.3g} s a sequence and "
             f"{context_s:.3g} s a token of context",
+            "what services add to a first token isn't known: the recording has too few requests"
+            if model.request_s is None
+            else f"services add {model.request_s:.3g} s to each first token, as was measured",
         ),
     )

@@ -1,9 +1,13 @@
-"""The simulated engine: keeps a model's time, not its mind."""
+"""The simulated engine: keeps a model's time, not its mind.
+
+What it takes is counted from where the work before ended, not from when the event loop came round to ask for more: as a
+GPU's own steps follow on each other, whatever goes on beside. So however late a chunk or a token is fetched, the next
+one isn't.
+"""
 
 import asyncio
 import contextlib
 import hashlib
-import math
 import time
 from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from dataclasses import dataclass, field
@@ -59,7 +63,7 @@ class _Sequence:
 
 
 class SimEngine:
-    """See `halfmoon.engine.contract.Engine`. Prompts are computed one after the other, tokens side by side."""
+    """See `halfmoon.engine.contract.Engine`. Prompts are computed one after the other; who decodes shares steps."""
 
     def __init__(self, config: SimEngineConfig) -> None:
         self._config = config
@@ -69,6 +73,9 @@ class SimEngine:
         self._sequences: dict[str, _Sequence] = {}
         self._free_tokens = config.kv_tokens
         self._computing = asyncio.Lock()
+        self._computed_s = 0.0
+        """When it was done with the last piece of a prompt."""
+        self._step_begin_s = self._step_end_s = 0.0
         self._card: ModelCard | None = None
         self._num_steps = 0
         self._is_serving = False
@@ -134,15 +141,16 @@ class SimEngine:
         sequence = self._get_idle(seq_id)
         check_sinks(self.card, len(sequence.spec.tokens), start, stop, sinks)
         sequence.is_running = True
+        asked_s = time.monotonic()
         try:
             async with self._computing:
                 for sink in sinks:
                     first = sink.index * self._config.chunk_tokens
-                    started_ns = time.time_ns()
-                    await self._compute(sequence, first, first + sink.num_tokens)
                     end = first + sink.num_tokens
+                    started_ns = _unix_ns(max(asked_s, self._computed_s))
+                    await self._compute(sequence, first, end, asked_s)
                     sink.payload[:] = sequence.kv[first * KV_BYTES_PER_TOKEN : end * KV_BYTES_PER_TOKEN]
-                    yield ChunkWritten(sink.index, started_ns, time.time_ns())
+                    yield ChunkWritten(sink.index, started_ns, _unix_ns(self._computed_s))
         finally:
             sequence.is_running = False
 
@@ -151,18 +159,21 @@ class SimEngine:
         tokens = sequence.spec.tokens
         spec = check_decode(sequence.spec, num_computed)
         sequence.is_running = True
+        asked_s = time.monotonic()
         try:
             if num_computed < len(tokens) - 1:
                 async with self._computing:
-                    await self._compute(sequence, num_computed, len(tokens) - 1)
+                    await self._compute(sequence, num_computed, len(tokens) - 1, asked_s)
             prompt_bytes = (len(tokens) - spec.num_known) * KV_BYTES_PER_TOKEN
-            await self._compute(sequence, len(tokens) - 1, len(tokens))
+            # The last token of the prompt is part of the first step.
+            self._fill(sequence, len(tokens) - 1, len(tokens))
+            ready_s = max(asked_s, self._computed_s) if num_computed < len(tokens) - 1 else asked_s
             seed = completion_seed(memoryview(sequence.kv)[:prompt_bytes])
             last = spec.num_known + sequence.spec.max_tokens - len(tokens)
             limit = last if spec.sampling.max_tokens is None else min(last, spec.sampling.max_tokens)
             for position in range(spec.num_known, max(limit, spec.num_known + 1)):
                 self._decoding[seq_id] = len(tokens) - spec.num_known + position
-                await self._sleep(sequence, self._timing.step_s(len(self._decoding), sum(self._decoding.values())))
+                ready_s = await self._step(sequence, ready_s)
                 token = completion_token(seed, position, self.card.vocab_size)
                 yield Sampled(position, token, _certain(token, spec.sampling.logprobs))
                 if token in spec.stop_tokens:
@@ -194,24 +205,50 @@ class SimEngine:
         for seq_id in list(self._sequences):
             await self.close(seq_id)
 
-    async def _compute(self, sequence: _Sequence, start: int, stop: int) -> None:
-        """Take the time of positions `[start, stop)`, and make their KV from what stands before them, within it."""
-        ends_s = time.monotonic() + self._timing.prefill_s(stop, start)
+    async def _compute(self, sequence: _Sequence, start: int, stop: int, asked_s: float) -> None:
+        """Make the KV of positions `[start, stop)`, and take its time, from when the piece before was done, or from
+        `asked_s` if that is later."""
+        end_s = max(asked_s, self._computed_s) + self._timing.prefill_s(stop, start)
+        self._fill(sequence, start, stop)
+        try:
+            await self._sleep(sequence, end_s)
+        finally:
+            self._computed_s = min(end_s, time.monotonic())
+
+    def _fill(self, sequence: _Sequence, start: int, stop: int) -> None:
+        """KV of positions `[start, stop)`, from what stands before them."""
         at = start * KV_BYTES_PER_TOKEN
         before = bytes(sequence.kv[at - KV_BYTES_PER_TOKEN : at]) if start else bytes(KV_BYTES_PER_TOKEN)
         for kv in prompt_kv(sequence.spec.tokens[:stop], start, before):
             sequence.kv[at : at + KV_BYTES_PER_TOKEN] = kv
             at += KV_BYTES_PER_TOKEN
-        await self._sleep(sequence, max(0.0, ends_s - time.monotonic()))
 
-    async def _sleep(self, sequence: _Sequence, duration_s: float) -> None:
+    async def _step(self, sequence: _Sequence, ready_s: float) -> float:
+        """Be in the first step that begins at `ready_s` or after it; when that ends. Steps are shared by all that are
+        ready at their beginnings, and follow on each other while any is."""
+        while self._step_begin_s < ready_s < self._step_end_s:
+            ready_s = self._step_end_s
+            await self._sleep(sequence, ready_s)
+        if ready_s < self._step_begin_s:
+            # Whoever fetches a token late was in the step before this one none the less.
+            end_s = self._step_begin_s
+        elif ready_s == self._step_begin_s:
+            end_s = self._step_end_s
+        else:
+            end_s = ready_s + self._timing.step_s(len(self._decoding), sum(self._decoding.values()))
+            self._step_begin_s, self._step_end_s = ready_s, end_s
+        await self._sleep(sequence, end_s)
+        return end_s
+
+    async def _sleep(self, sequence: _Sequence, until_s: float) -> None:
         """Sleep, or raise `SequenceClosed` as soon as the sequence is closed."""
         self._num_steps += 1
-        if math.isclose(duration_s, 0.0):
+        left_s = until_s - time.monotonic()
+        if left_s <= 0:
             await asyncio.sleep(0)
         else:
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(sequence.closed.wait(), duration_s)
+                await asyncio.wait_for(sequence.closed.wait(), left_s)
         # Asked in either case: it may have been closed at the very moment when the time was over.
         if sequence.closed.is_set():
             raise SequenceClosed(f"sequence {sequence.spec.seq_id} was closed")
@@ -227,6 +264,10 @@ class SimEngine:
         if sequence.is_running:
             raise ValueError(f"sequence {seq_id} is being computed already")
         return sequence
+
+
+def _unix_ns(monotonic_s: float) -> int:
+    return time.time_ns() - round((time.monotonic() - monotonic_s) * 1e9)
 
 
 def _certain(token: int, num_top: int | None) -> TokenLogprob | None:
