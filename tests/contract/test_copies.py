@@ -23,7 +23,7 @@ from halfmoon.scheduling.demand import Demand
 from halfmoon.scheduling.index import ChunkIndex
 from halfmoon.scheduling.replication import ReplicaPlanner, Run
 from halfmoon.schemas import subjects
-from halfmoon.schemas.chunks import ChunkEvent, ChunkMeta, ChunkRegistered, NodeCleared
+from halfmoon.schemas.chunks import ChunkEvent, ChunkMeta, ChunkRegistered, NodeCleared, Tier
 from halfmoon.schemas.copies import AskSurplus, Cause, Replicate, Replicating, Surplus
 from halfmoon.schemas.ids import ChunkKey, NodeId, RequestId, WorkerId
 from halfmoon.schemas.kv_tier import PoolStats
@@ -156,7 +156,7 @@ def stock(deciding: Deciding) -> None:
     deciding.index.apply(holding(A, *KEYS))
 
 
-def holding(node: NodeId, *keys: ChunkKey) -> ChunkEvent:
+def holding(node: NodeId, *keys: ChunkKey, tier: Tier = Tier.DRAM) -> ChunkEvent:
     metas = tuple(
         ChunkMeta(
             key=key,
@@ -166,6 +166,7 @@ def holding(node: NodeId, *keys: ChunkKey) -> ChunkEvent:
             checksum=b"",
             request_id=RequestId("r"),
             created_ns=1,
+            tier=tier,
         )
         for key in keys
     )
@@ -232,6 +233,8 @@ async def test_what_demand_wants_two_of_is_surplus_nowhere(deciding: Deciding) -
     for _ in range(5):
         deciding.place(KEYS[:2])
     assert await surplus() == set(KEYS[2:])
+    deciding.index.apply(holding(B, *KEYS[:3], tier=Tier.SSD))
+    assert await surplus() == set(KEYS[3:]), "what another has on its SSD only is no copy"
 
 
 async def test_questions_without_an_answer(deciding: Deciding) -> None:
