@@ -1,8 +1,5 @@
 """Whose a request is, on both buses: each client hears one end, also where workers or conductors weren't there."""
 
-from collections.abc import AsyncIterator, Awaitable, Callable
-from typing import Any
-
 import pytest
 
 from halfmoon.bus.codec import encode
@@ -11,29 +8,11 @@ from halfmoon.bus.errors import BusTimeout, NoResponders
 from halfmoon.schemas import subjects
 from halfmoon.schemas.ids import RequestId, TransferId, WorkerId
 from halfmoon.schemas.members import Goodbye
-from halfmoon.schemas.requests import RequestSubmitted
 from halfmoon.schemas.splits import HalfClaim, HalfClaimed, HalfEnded, RequestRecall, Role
-from support.buses import BusMaker
-from support.conductors import MODEL, SPLIT_PAIR, Stage
+from support.conductors import OpenStage, Stage, request
 from support.wait import until
 
-OpenStage = Callable[..., Awaitable[Stage]]
 REQUEST = RequestId("req-1")
-
-
-@pytest.fixture
-async def open_stage(bus_maker: BusMaker) -> AsyncIterator[OpenStage]:
-    stage = Stage(bus_maker)
-
-    async def open_it(*workers: tuple[str, Role, str], **settings: Any) -> Stage:
-        return await stage.open(*(workers or SPLIT_PAIR), **settings)
-
-    yield open_it
-    await stage.close()
-
-
-def request() -> RequestSubmitted:
-    return RequestSubmitted(request_id=REQUEST, model=MODEL, tokens=tuple(range(1, 41)))
 
 
 async def claim(stage: Stage, worker: str, transfer_id: TransferId, *, request_id: RequestId = REQUEST) -> bool | None:

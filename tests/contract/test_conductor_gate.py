@@ -2,7 +2,6 @@
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
 from functools import partial
 from typing import Any
 
@@ -16,23 +15,8 @@ from halfmoon.schemas.ids import RequestId, TenantId, WorkerId
 from halfmoon.schemas.requests import Finished, RequestSubmitted
 from halfmoon.schemas.splits import Role
 from halfmoon.schemas.wire import Error, ErrorCode
-from support.buses import BusMaker
-from support.conductors import BUSY, MODEL, SPLIT_PAIR, FakeWorker, Stage
+from support.conductors import BUSY, MODEL, PROMPT, FakeWorker, OpenStage, Stage
 from support.wait import until
-
-PROMPT = tuple(range(1, 41))
-OpenStage = Callable[..., Awaitable[Stage]]
-
-
-@pytest.fixture
-async def open_stage(bus_maker: BusMaker) -> AsyncIterator[OpenStage]:
-    stage = Stage(bus_maker)
-
-    async def open_it(**settings: Any) -> Stage:
-        return await stage.open(*SPLIT_PAIR, **settings)
-
-    yield open_it
-    await stage.close()
 
 
 def request(name: str = "req-1", tenant: str = "t", **fields: Any) -> RequestSubmitted:

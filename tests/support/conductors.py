@@ -4,7 +4,7 @@ import asyncio
 import itertools
 import time
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 import msgspec
@@ -18,7 +18,6 @@ from halfmoon.conductor.service import Conductor
 from halfmoon.lifecycle import Runtime
 from halfmoon.schemas import subjects
 from halfmoon.schemas.ids import ModelName, NodeId, RequestId, TransferId, WorkerId
-from halfmoon.schemas.kv_tier import PoolStats
 from halfmoon.schemas.members import (
     Goodbye,
     MemberState,
@@ -28,6 +27,7 @@ from halfmoon.schemas.members import (
     WorkerHeartbeat,
 )
 from halfmoon.schemas.model import ModelCard
+from halfmoon.schemas.pool_stats import PoolStats
 from halfmoon.schemas.requests import (
     Failed,
     Finished,
@@ -67,6 +67,7 @@ CARD = ModelCard(
 )
 BUSY = Error(code=ErrorCode.BUSY, message="the queue is full", retry_after_s=0.5)
 BEAT_S = 0.05
+PROMPT = tuple(range(1, 41))
 
 _lives = itertools.count(time.time_ns())
 
@@ -415,3 +416,11 @@ REGISTRY_BEAT = ServiceHeartbeat(
     worker=WorkerId("registry-1"), service="registry", started_ns=1, state=MemberState.SERVING
 )
 SPLIT_PAIR: Sequence[tuple[str, Role, str]] = (("p1", Role.PREFILL, "node-a"), ("d1", Role.DECODE, "node-b"))
+
+
+OpenStage = Callable[..., Awaitable[Stage]]
+"""Takes the workers to begin with (`SPLIT_PAIR` unless given), and the conductor's settings."""
+
+
+def request(name: str = "req-1", **fields: Any) -> RequestSubmitted:
+    return RequestSubmitted(request_id=RequestId(name), model=MODEL, tokens=fields.pop("tokens", PROMPT), **fields)
