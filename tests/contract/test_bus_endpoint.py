@@ -27,7 +27,8 @@ from halfmoon.bus.memory import MemoryBus
 from halfmoon.bus.protocol import Bus, BusMessage, Delivery, Retention, StreamSpec
 from halfmoon.schemas.chunks import ChunkEvent, ChunkEvicted, EvictReason, NodeCleared
 from halfmoon.schemas.ids import ChunkKey, LeaseId, ModelName, NodeId, RequestId
-from halfmoon.schemas.kv_tier import Describe, Done, KvTierRequest, Release, Renew, Renewed, Stats
+from halfmoon.schemas.kv_tier import Describe, Done, KvTierRequest, Release, Renew, Renewed
+from halfmoon.schemas.pool_stats import Stats
 from halfmoon.schemas.requests import ConductorInbox, Encoding, Failed, RequestCancel, RequestSubmitted
 from halfmoon.schemas.wire import HEADER_DEADLINE, HEADER_REPLY, Error, ErrorCode, Message
 from halfmoon.tracing import TelemetryConfig, setup

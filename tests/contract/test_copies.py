@@ -26,8 +26,8 @@ from halfmoon.schemas import subjects
 from halfmoon.schemas.chunks import ChunkEvent, ChunkMeta, ChunkRegistered, NodeCleared, Tier
 from halfmoon.schemas.copies import AskSurplus, Cause, Replicate, Replicating, Surplus
 from halfmoon.schemas.ids import ChunkKey, NodeId, RequestId, WorkerId
-from halfmoon.schemas.kv_tier import PoolStats
 from halfmoon.schemas.members import MemberState, NodeHeartbeat, ServiceHeartbeat
+from halfmoon.schemas.pool_stats import PoolStats
 from halfmoon.schemas.splits import Role
 from halfmoon.tracing.metrics import Metrics
 from support.conductors import CARD

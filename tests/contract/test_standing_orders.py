@@ -23,7 +23,8 @@ from halfmoon.pool import PoolClient
 from halfmoon.schemas import subjects
 from halfmoon.schemas.chunks import ChunkMeta, ChunkOutcome, Tier
 from halfmoon.schemas.ids import ChunkKey, NodeId, RequestId, TenantId, WorkerId
-from halfmoon.schemas.kv_tier import ChunkList, ChunksFlushed, FlushChunks, ListChunks, NewChunk, WrittenChunk
+from halfmoon.schemas.kv_tier import ChunksFlushed, FlushChunks, NewChunk, WrittenChunk
+from halfmoon.schemas.listing import ChunkList, ListChunks
 from halfmoon.schemas.members import MemberState, WorkerHeartbeat
 from halfmoon.schemas.orders import FlushOrder, Forget, Forgotten, PinOrder, Selection
 from halfmoon.schemas.registry import Flush, Flushed, Pin, PinsChanged, Unpin

@@ -20,8 +20,8 @@ from halfmoon.bus.protocol import BusMessage
 from halfmoon.client import GenerateClient
 from halfmoon.schemas import subjects
 from halfmoon.schemas.ids import ModelName, NodeId, WorkerId
-from halfmoon.schemas.kv_tier import PoolStats, Stats
 from halfmoon.schemas.members import Heartbeat, WorkerHeartbeat
+from halfmoon.schemas.pool_stats import PoolStats, Stats
 from halfmoon.schemas.requests import RequestSubmitted, Sampling
 from support.system import System, free_port
 from support.wait import until_awaited

@@ -24,8 +24,8 @@ from halfmoon.bus.nats import NatsBus, NatsSettings
 from halfmoon.cli.up.plan import UpOptions
 from halfmoon.schemas import subjects
 from halfmoon.schemas.ids import NodeId
-from halfmoon.schemas.kv_tier import PoolStats, Stats
 from halfmoon.schemas.members import MEMBER_LOST_AFTER_S
+from halfmoon.schemas.pool_stats import PoolStats, Stats
 from support.faults import Another, Faults, processes_of
 from support.load import Load, load_on
 from support.registry import etcd_agrees, eventually, snapshot

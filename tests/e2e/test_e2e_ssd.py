@@ -12,7 +12,7 @@ from halfmoon.bus.errors import BusError
 from halfmoon.bus.nats import NatsBus, NatsSettings
 from halfmoon.schemas import subjects
 from halfmoon.schemas.ids import NodeId
-from halfmoon.schemas.kv_tier import PoolStats, SsdStats, Stats
+from halfmoon.schemas.pool_stats import PoolStats, SsdStats, Stats
 from support.outside import outside_client
 from support.prompts import random_tokens
 from support.reference import greedy

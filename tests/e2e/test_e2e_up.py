@@ -19,7 +19,7 @@ from halfmoon.bus.errors import BusError
 from halfmoon.bus.nats import NatsBus, NatsSettings
 from halfmoon.schemas import subjects
 from halfmoon.schemas.ids import NodeId
-from halfmoon.schemas.kv_tier import PoolStats, Stats
+from halfmoon.schemas.pool_stats import PoolStats, Stats
 from support.faults import Faults, processes_of
 from support.system import System, clean_environ, free_port, up_command
 from support.wait import until_blocking

@@ -9,7 +9,7 @@ import pytest
 
 from halfmoon.pool import PoolClient
 from halfmoon.schemas.ids import NodeId, TenantId, WorkerId
-from halfmoon.schemas.kv_tier import TenantUse
+from halfmoon.schemas.pool_stats import TenantUse
 from support.buses import BusMaker
 from support.kv_tier_process import KvTierProcess
 from support.nats import NatsServer

@@ -5,9 +5,11 @@ from halfmoon.schemas import (
     chunks,
     copies,
     kv_tier,
+    listing,
     members,
     model,
     orders,
+    pool_stats,
     probes,
     prompts,
     rdma,
@@ -91,7 +93,7 @@ QUEUE_PAIR = rdma.QueuePairEnd(
     number=4711,
     first_sequence=815,
 )
-POOL = kv_tier.PoolStats(
+POOL = pool_stats.PoolStats(
     total=8,
     free=4,
     staged=1,
@@ -237,19 +239,19 @@ EXAMPLES: tuple[wire.Message, ...] = (
     kv_tier.UnpinChunks(seq=7, keys=(KEY,)),
     kv_tier.PinsHeld(num_pinned=1, num_absent=2, num_refused=3, max_slots=4),
     kv_tier.CatchUp(),
-    kv_tier.ListChunks(
+    listing.ListChunks(
         selection=SELECTION,
         tier=chunks.Tier.SSD,
-        order=kv_tier.ChunkOrder.HITS,
+        order=listing.ChunkOrder.HITS,
         ends_only=True,
         after=KEY,
         limit=10,
     ),
-    kv_tier.ChunkList(
-        epoch=EPOCH, chunks=(kv_tier.HeldChunk(meta=META, num_leases=1, is_pinned=True),), num_matching=5
+    listing.ChunkList(
+        epoch=EPOCH, chunks=(listing.HeldChunk(meta=META, num_leases=1, is_pinned=True),), num_matching=5
     ),
     kv_tier.Done(),
-    kv_tier.Stats(),
+    pool_stats.Stats(),
     probes.Probe(peer=NODE, num_bytes=4096, time_limit_s=0.5),
     probes.Probed(
         node=NODE,

@@ -15,9 +15,10 @@ from halfmoon.bus.protocol import BusMessage
 from halfmoon.chunks.keys import Namespace
 from halfmoon.schemas import subjects
 from halfmoon.schemas.ids import NodeId, TenantId, WorkerId, new_request_id, new_transfer_id
-from halfmoon.schemas.kv_tier import ChunkSource, PoolStats, Stats
+from halfmoon.schemas.kv_tier import ChunkSource
 from halfmoon.schemas.members import Heartbeat, NodeHeartbeat, WorkerHeartbeat
 from halfmoon.schemas.model import ModelCard
+from halfmoon.schemas.pool_stats import PoolStats, Stats
 from halfmoon.schemas.requests import Failed, Finished, Sampling, TokenEvent, Tokens
 from halfmoon.schemas.splits import DecodeHalf, HalfAccepted, HalfEnded, KvInbox, KvReady, PrefillHalf, ReadyChunk, Role
 

@@ -17,7 +17,8 @@ from halfmoon.kv_tier.ssd.file import FileBody, file_bytes
 from halfmoon.schemas import subjects
 from halfmoon.schemas.chunks import ChunkEvent, ChunkEvicted, ChunkMeta, ChunkOutcome, ChunkRegistered
 from halfmoon.schemas.ids import ChunkKey, RequestId
-from halfmoon.schemas.kv_tier import AcquiredChunk, SsdStats
+from halfmoon.schemas.kv_tier import AcquiredChunk
+from halfmoon.schemas.pool_stats import SsdStats
 from halfmoon.schemas.registry import Orders, StandingOrders
 from support.pool_nodes import CHUNK_BYTES, Node, content_of, key_of, running_node, write_chunks
 from support.wait import until

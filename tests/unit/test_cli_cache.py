@@ -10,7 +10,7 @@ from halfmoon.cli.cache_prompts import Prompt, PromptFileError, read_keys, read_
 from halfmoon.cli.cache_report import listing
 from halfmoon.schemas.chunks import ChunkMeta, Tier
 from halfmoon.schemas.ids import ChunkKey, NodeId, RequestId
-from halfmoon.schemas.kv_tier import ChunkOrder, HeldChunk
+from halfmoon.schemas.listing import ChunkOrder, HeldChunk
 
 
 def write(folder: Path, name: str, text: str) -> Path:

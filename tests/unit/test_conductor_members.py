@@ -5,7 +5,6 @@ import msgspec
 from halfmoon.conductor.flights import Flights
 from halfmoon.conductor.members import HEARTBEAT_LAG_S, Members
 from halfmoon.schemas.ids import NodeId, RequestId, TransferId, WorkerId
-from halfmoon.schemas.kv_tier import PoolStats
 from halfmoon.schemas.members import (
     HEARTBEAT_INTERVAL_S,
     MEMBER_LOST_AFTER_S,
@@ -16,6 +15,7 @@ from halfmoon.schemas.members import (
     ServiceHeartbeat,
     WorkerHeartbeat,
 )
+from halfmoon.schemas.pool_stats import PoolStats
 from halfmoon.schemas.requests import Sampling
 from halfmoon.schemas.splits import DecodeHalf, HalfEnded, PrefillHalf, Role
 from support.conductors import CARD, MODEL, node_beat

@@ -5,9 +5,9 @@ from enum import StrEnum
 import msgspec
 
 from halfmoon.schemas.ids import NodeId, RequestId, WorkerId
-from halfmoon.schemas.kv_tier import PoolStats
 from halfmoon.schemas.measurements import DecodeSample, PrefillSample, PullSample
 from halfmoon.schemas.model import ModelCard
+from halfmoon.schemas.pool_stats import PoolStats
 from halfmoon.schemas.scheduling import SchedulingReport
 from halfmoon.schemas.splits import Role
 from halfmoon.schemas.wire import Message

@@ -13,9 +13,10 @@ from halfmoon.cli.cache_prompts import Prompt
 from halfmoon.cli.cache_report import LiveHeartbeat
 from halfmoon.schemas import subjects
 from halfmoon.schemas.ids import ChunkKey, ModelName, NodeId, TenantId
-from halfmoon.schemas.kv_tier import ChunkList, ChunkOrder, HeldChunk, ListChunks, PoolStats, Stats
+from halfmoon.schemas.listing import ChunkList, ChunkOrder, HeldChunk, ListChunks
 from halfmoon.schemas.members import NodeHeartbeat
 from halfmoon.schemas.orders import PinOrder, Selection
+from halfmoon.schemas.pool_stats import PoolStats, Stats
 from halfmoon.schemas.prompts import PromptChunks, PromptKeys
 from halfmoon.schemas.registry import (
     Flush,

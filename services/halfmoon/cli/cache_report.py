@@ -6,8 +6,9 @@ import msgspec
 
 from halfmoon.schemas.chunks import Tier
 from halfmoon.schemas.ids import ChunkKey, ModelName, NodeId, TenantId, WorkerId
-from halfmoon.schemas.kv_tier import ChunkOrder, HeldChunk, PoolStats
+from halfmoon.schemas.listing import ChunkOrder, HeldChunk
 from halfmoon.schemas.members import MemberState, NodeHeartbeat, ServiceHeartbeat, WorkerHeartbeat
+from halfmoon.schemas.pool_stats import PoolStats
 from halfmoon.schemas.splits import Role
 
 LiveHeartbeat = WorkerHeartbeat | NodeHeartbeat | ServiceHeartbeat

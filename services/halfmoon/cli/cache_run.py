@@ -21,7 +21,7 @@ from halfmoon.cli.connection import NotConnected, connected
 from halfmoon.config import CommonConfig
 from halfmoon.schemas.chunks import Tier
 from halfmoon.schemas.ids import ChunkKey, ModelName, TenantId
-from halfmoon.schemas.kv_tier import ChunkOrder, ListChunks
+from halfmoon.schemas.listing import ChunkOrder, ListChunks
 from halfmoon.schemas.orders import PinOrder, Selection
 from halfmoon.schemas.prompts import PromptChunks
 from halfmoon.schemas.registry import Flushed, PinsChanged

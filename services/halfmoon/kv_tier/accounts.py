@@ -9,7 +9,8 @@ from prometheus_client.registry import Collector
 from halfmoon.kv_tier.quotas import Held, TierBook
 from halfmoon.schemas.chunks import ChunkMeta, Tier
 from halfmoon.schemas.ids import ModelName, TenantId
-from halfmoon.schemas.kv_tier import NOBODY, Acquire, AcquiredChunk, TenantUse
+from halfmoon.schemas.kv_tier import NOBODY, Acquire, AcquiredChunk
+from halfmoon.schemas.pool_stats import TenantUse
 from halfmoon.tracing.tenants import OTHER, TenantCollector, TenantCounts, biggest
 
 _HIT, _MISS, _EVICTED, _REFUSED = "hit", "miss", "evicted", "refused"

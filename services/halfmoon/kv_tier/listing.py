@@ -11,7 +11,7 @@ from halfmoon.bus.errors import RemoteError
 from halfmoon.chunks.selection import Selected
 from halfmoon.kv_tier.store import ChunkStore
 from halfmoon.schemas.chunks import Tier
-from halfmoon.schemas.kv_tier import ChunkList, ChunkOrder, HeldChunk, ListChunks
+from halfmoon.schemas.listing import ChunkList, ChunkOrder, HeldChunk, ListChunks
 from halfmoon.schemas.wire import Error, ErrorCode
 
 MAX_PAGE = 4096

@@ -10,7 +10,7 @@ from halfmoon.kv_tier.copies import Copier
 from halfmoon.kv_tier.store import ChunkStore
 from halfmoon.schemas.copies import Cause
 from halfmoon.schemas.ids import NodeId
-from halfmoon.schemas.kv_tier import PoolStats
+from halfmoon.schemas.pool_stats import PoolStats
 from halfmoon.transport.health import PathHealth
 
 

@@ -31,7 +31,6 @@ from halfmoon.schemas.kv_tier import (
     Inventory,
     InventoryPage,
     NodeInfo,
-    PoolStats,
     Release,
     Renew,
     Renewed,
@@ -40,9 +39,9 @@ from halfmoon.schemas.kv_tier import (
     Reserved,
     ReservedChunk,
     Retell,
-    Stats,
     WantedChunk,
 )
+from halfmoon.schemas.pool_stats import PoolStats, Stats
 from halfmoon.schemas.wire import Error, ErrorCode
 from halfmoon.tracing import Tracer, attributes, current, names, traceparent
 

@@ -25,7 +25,8 @@ from halfmoon.kv_tier.unasked import Unasked
 from halfmoon.pool.arena import Arena, aligned
 from halfmoon.schemas.chunks import ChunkMeta, EvictReason, Tier
 from halfmoon.schemas.ids import ChunkKey, LeaseId, RequestId, TenantId
-from halfmoon.schemas.kv_tier import PoolStats, SlotRef, WrittenChunk
+from halfmoon.schemas.kv_tier import SlotRef, WrittenChunk
+from halfmoon.schemas.pool_stats import PoolStats
 from halfmoon.tracing import Tracer
 
 

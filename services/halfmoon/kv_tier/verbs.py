@@ -23,16 +23,16 @@ from halfmoon.schemas.kv_tier import (
     Describe,
     FlushChunks,
     Inventory,
-    ListChunks,
     PinChunks,
     Release,
     Renew,
     Report,
     Reserve,
     Retell,
-    Stats,
     UnpinChunks,
 )
+from halfmoon.schemas.listing import ListChunks
+from halfmoon.schemas.pool_stats import Stats
 from halfmoon.schemas.probes import Probe
 from halfmoon.schemas.rdma import RdmaConnect, RdmaDisconnect, RdmaGrant, RdmaHello
 from halfmoon.schemas.wire import Message

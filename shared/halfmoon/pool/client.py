@@ -26,7 +26,6 @@ from halfmoon.schemas.kv_tier import (
     Done,
     NewChunk,
     NodeInfo,
-    PoolStats,
     Release,
     Renew,
     Renewed,
@@ -34,10 +33,10 @@ from halfmoon.schemas.kv_tier import (
     Reserve,
     Reserved,
     SlotRef,
-    Stats,
     WantedChunk,
     WrittenChunk,
 )
+from halfmoon.schemas.pool_stats import PoolStats, Stats
 from halfmoon.schemas.wire import Message
 
 R = TypeVar("R", bound=Message)

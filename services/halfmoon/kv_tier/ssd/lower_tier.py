@@ -7,7 +7,7 @@ from halfmoon.kv_tier.ssd.reuse import ReuseMemory, Watermarks
 from halfmoon.kv_tier.ssd.store import SsdStore
 from halfmoon.schemas.chunks import ChunkMeta
 from halfmoon.schemas.ids import ChunkKey, RequestId
-from halfmoon.schemas.kv_tier import SsdStats
+from halfmoon.schemas.pool_stats import SsdStats
 
 
 @dataclass(slots=True)

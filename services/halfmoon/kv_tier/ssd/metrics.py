@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from halfmoon.schemas.kv_tier import SsdStats
+from halfmoon.schemas.pool_stats import SsdStats
 
 _PREFIX = "halfmoon_kvtier_ssd"
 
