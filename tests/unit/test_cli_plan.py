@@ -70,6 +70,11 @@ def test_colocated_workers_do_without_prefill_workers() -> None:
     ]
 
 
+def test_services_drain_for_as_long_as_they_are_waited_for() -> None:
+    specs = plan(replace(OPTIONS, drain_timeout_s=4.0)).values()
+    assert {spec.environ["HALFMOON_DRAIN_TIMEOUT_S"] for spec in specs} == {"4.0"}
+
+
 def test_the_secret_is_handed_on_but_not_shown() -> None:
     for spec in plan(OPTIONS).values():
         assert spec.environ["HALFMOON_CLUSTER_SECRET"] == "s3cret"

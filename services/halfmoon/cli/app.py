@@ -83,7 +83,9 @@ def up(
         TransportName, typer.Option(help="auto: shared memory between the nodes; tcp, rdma: as if they were apart.")
     ] = TransportName.auto,
     colocated: Annotated[bool, typer.Option("--colocated", help="Prefill and decode on the same worker.")] = False,
-    drain_timeout_s: Annotated[float, typer.Option(min=0, help="At a stop, how long requests may take to end.")] = 30.0,
+    drain_timeout_s: Annotated[
+        float | None, typer.Option(min=0, help="At a stop, how long requests may take to end.", show_default="30")
+    ] = None,
 ) -> None:
     """Run the whole system on this machine: broker, metadata store, and every service as a process of its own.
 
@@ -125,8 +127,9 @@ def up(
         threads=threads,
         transport=transport.value,
         num_cores=len(os.sched_getaffinity(0)),
+        drain_timeout_s=common.drain_timeout_s if drain_timeout_s is None else drain_timeout_s,
     )
-    raise typer.Exit(run_up(options, console, drain_timeout_s=drain_timeout_s))
+    raise typer.Exit(run_up(options, console))
 
 
 @app.command()

@@ -29,12 +29,12 @@ class UpError(Exception):
     """The system can't come up here; the message says why and what to do."""
 
 
-def run_up(options: UpOptions, console: Console, *, drain_timeout_s: float) -> int:
+def run_up(options: UpOptions, console: Console) -> int:
     """Run the system until it is told to stop. The exit code: 0 after a clean stop, 1 after a failure."""
     try:
         check_port(options.port)
         with lock_data_dir(options.data_dir):
-            return asyncio.run(_Up(options, console, drain_timeout_s).run())
+            return asyncio.run(_Up(options, console).run())
     except (UpError, SupervisorError, ServerMissing, BusError) as error:
         console.print(f"halfmoon up: {error}", style="red", markup=False, highlight=False)
         return 1
@@ -87,11 +87,13 @@ def cluster_secret(data_dir: Path) -> str:
 
 
 class _Up:
-    def __init__(self, options: UpOptions, console: Console, drain_timeout_s: float) -> None:
+    def __init__(self, options: UpOptions, console: Console) -> None:
         self._options = options
         self._console = console
         self._supervisor = Supervisor(
-            options.data_dir, drain_timeout_s=drain_timeout_s, tell=lambda text: console.print(text, markup=False)
+            options.data_dir,
+            drain_timeout_s=options.drain_timeout_s,
+            tell=lambda text: console.print(text, markup=False),
         )
 
     async def run(self) -> int:

@@ -32,6 +32,8 @@ class UpOptions:
     transport: str = "auto"
     """`auto`: all nodes carry this machine's host label, so that KV moves over shm. `tcp`, `rdma`: one label each."""
     num_cores: int = 1
+    drain_timeout_s: float = 30.0
+    """How long each service may let work finish at a stop."""
 
     @property
     def shm_dir(self) -> Path:
@@ -90,6 +92,7 @@ def plan_processes(options: UpOptions, endpoints: Endpoints, *, secret: str, hos
         "HALFMOON_MODEL_NAME": options.model_name,
         "HALFMOON_CHUNK_TOKENS": str(options.chunk_tokens),
         "HALFMOON_CLUSTER_SECRET": secret,
+        "HALFMOON_DRAIN_TIMEOUT_S": str(options.drain_timeout_s),
     }
     nodes = node_names(options.num_nodes)
     num_engines = options.num_decode + (0 if options.colocated else options.num_prefill)
