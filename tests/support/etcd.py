@@ -1,8 +1,6 @@
 """A real etcd, on free ports of 127.0.0.1, with its data in a folder of the test's."""
 
-import os
 import shutil
-import signal
 import socket
 import subprocess
 import sys
@@ -10,6 +8,7 @@ import urllib.error
 import urllib.request
 from pathlib import Path
 
+from support.server_process import ServerProcess
 from support.wait import until_blocking
 
 MAX_TXN_OPS = 1024
@@ -33,62 +32,38 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-class EtcdServer:
+class EtcdServer(ServerProcess):
     """One etcd process. It keeps its ports and its data over `kill` and `start`."""
 
     def __init__(self, folder: Path, *, max_txn_ops: int = MAX_TXN_OPS) -> None:
-        self._folder = folder
+        super().__init__(folder, "etcd")
         self._max_txn_ops = max_txn_ops
         self._peer_port = free_port()
-        self._process: subprocess.Popen[bytes] | None = None
         self.port = free_port()
 
     @property
     def url(self) -> str:
         return f"http://127.0.0.1:{self.port}"
 
-    @property
-    def pid(self) -> int:
-        assert self._process is not None
-        return self._process.pid
-
     def start(self) -> None:
         """Return once it is healthy."""
-        self._folder.mkdir(parents=True, exist_ok=True)
         peer = f"http://127.0.0.1:{self._peer_port}"
-        with (self._folder / "etcd.log").open("ab") as log:
-            self._process = subprocess.Popen(
-                [
-                    etcd_path(),
-                    "--name=test",
-                    f"--data-dir={self._folder / 'data'}",
-                    f"--listen-client-urls={self.url}",
-                    f"--advertise-client-urls={self.url}",
-                    f"--listen-peer-urls={peer}",
-                    f"--initial-advertise-peer-urls={peer}",
-                    f"--initial-cluster=test={peer}",
-                    f"--max-txn-ops={self._max_txn_ops}",
-                    "--unsafe-no-fsync",
-                    "--log-level=warn",
-                ],
-                stdout=log,
-                stderr=log,
-                stdin=subprocess.DEVNULL,
-            )
-        until_blocking(self._healthy, timeout_s=20.0, what=f"etcd is healthy: see {self._folder / 'etcd.log'}")
-
-    def kill(self) -> None:
-        """SIGKILL: what a power cut leaves behind."""
-        self._signal_and_wait(signal.SIGKILL)
-
-    def stop(self) -> None:
-        self._signal_and_wait(signal.SIGTERM)
-
-    def freeze(self) -> None:
-        os.kill(self.pid, signal.SIGSTOP)
-
-    def thaw(self) -> None:
-        os.kill(self.pid, signal.SIGCONT)
+        self._launch(
+            etcd_path(),
+            "--name=test",
+            f"--data-dir={self.folder / 'data'}",
+            f"--listen-client-urls={self.url}",
+            f"--advertise-client-urls={self.url}",
+            f"--listen-peer-urls={peer}",
+            f"--initial-advertise-peer-urls={peer}",
+            f"--initial-cluster=test={peer}",
+            f"--max-txn-ops={self._max_txn_ops}",
+            "--unsafe-no-fsync",
+            "--log-level=warn",
+        )
+        until_blocking(
+            lambda: self._is_alive() and self._is_healthy(), 20.0, what=f"etcd is healthy: see {self.log_path}"
+        )
 
     def enable_auth(self, user: str, password: str) -> None:
         """From now on only this user, who may do everything, is let in."""
@@ -103,26 +78,7 @@ class EtcdServer:
         arguments = [str(Path(etcd_path()).with_name("etcdctl")), f"--endpoints={self.url}", *command]
         subprocess.run(arguments, check=True, capture_output=True, timeout=20.0)
 
-    def _signal_and_wait(self, number: int) -> None:
-        process, self._process = self._process, None
-        if process is None:
-            return
-        if process.poll() is not None:
-            # A test that saw no etcd must not be told of any other cause than this one.
-            log = (self._folder / "etcd.log").read_text(errors="replace")[-3000:]
-            raise AssertionError(f"etcd had ended by itself, with status {process.returncode}:\n{log}")
-        process.send_signal(signal.SIGCONT)
-        process.send_signal(number)
-        try:
-            process.wait(timeout=5.0)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait(timeout=5.0)
-
-    def _healthy(self) -> bool:
-        assert self._process is not None
-        if self._process.poll() is not None:
-            raise AssertionError(f"etcd ended at once:\n{(self._folder / 'etcd.log').read_text()[-2000:]}")
+    def _is_healthy(self) -> bool:
         try:
             with urllib.request.urlopen(f"{self.url}/health", timeout=1.0) as answer:
                 return b'"true"' in answer.read()

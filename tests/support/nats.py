@@ -1,14 +1,12 @@
 """A real nats-server with JetStream, on a free port of 127.0.0.1, with its store in a folder of the test's."""
 
 import json
-import os
 import shutil
-import signal
 import socket
-import subprocess
 import sys
 from pathlib import Path
 
+from support.server_process import ServerProcess
 from support.wait import until_blocking
 
 MAX_PAYLOAD_BYTES = 8 * 1024 * 1024
@@ -23,7 +21,7 @@ def nats_server_path() -> str:
     return found
 
 
-class NatsServer:
+class NatsServer(ServerProcess):
     """One server process. It keeps its port and its store over `kill` and `start`."""
 
     def __init__(
@@ -34,77 +32,36 @@ class NatsServer:
         max_payload_bytes: int = MAX_PAYLOAD_BYTES,
         jetstream: bool = True,
     ) -> None:
-        self._folder = folder
+        super().__init__(folder, "nats-server")
         self._extra_config = extra_config
         self._max_payload_bytes = max_payload_bytes
         self._jetstream = jetstream
-        self._process: subprocess.Popen[bytes] | None = None
         self.port: int | None = None
 
     @property
     def url(self) -> str:
         return f"nats://127.0.0.1:{self.port}"
 
-    @property
-    def pid(self) -> int:
-        assert self._process is not None
-        return self._process.pid
-
     def start(self) -> None:
         """Return once it takes connections."""
-        self._folder.mkdir(parents=True, exist_ok=True)
-        config = self._folder / "nats.conf"
-        jetstream = f'jetstream {{ store_dir: "{self._folder}/store" }}\n' if self._jetstream else ""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        config = self.folder / "nats.conf"
+        jetstream = f'jetstream {{ store_dir: "{self.folder}/store" }}\n' if self._jetstream else ""
         config.write_text(
             f"listen: 127.0.0.1:{self.port if self.port is not None else -1}\n"
             f"max_payload: {self._max_payload_bytes}\n"
-            f'ports_file_dir: "{self._folder}"\n'
+            f'ports_file_dir: "{self.folder}"\n'
             f"{jetstream}{self._extra_config}\n"
         )
-        with (self._folder / "server.log").open("ab") as log:
-            self._process = subprocess.Popen(
-                [nats_server_path(), "-c", str(config)], stdout=log, stderr=log, stdin=subprocess.DEVNULL
-            )
-        ports_file = self._folder / f"nats-server_{self._process.pid}.ports"
+        self._launch(nats_server_path(), "-c", str(config))
+        ports_file = self.folder / f"nats-server_{self.pid}.ports"
         if self.port is None:
             until_blocking(
-                lambda: self._alive() and ports_file.is_file() and ports_file.stat().st_size, what=self._log()
+                lambda: self._is_alive() and ports_file.is_file() and ports_file.stat().st_size,
+                what=f"nats-server answers: see {self.log_path}",
             )
             self.port = int(json.loads(ports_file.read_text())["nats"][0].rsplit(":", 1)[1])
-        until_blocking(lambda: self._alive() and self._accepts(), what=self._log())
-
-    def kill(self) -> None:
-        """SIGKILL: what a power cut leaves behind."""
-        self._signal_and_wait(signal.SIGKILL)
-
-    def stop(self) -> None:
-        self._signal_and_wait(signal.SIGTERM)
-
-    def freeze(self) -> None:
-        """Return once all its threads stand still."""
-        os.kill(self.pid, signal.SIGSTOP)
-        os.waitpid(self.pid, os.WUNTRACED)
-
-    def thaw(self) -> None:
-        os.kill(self.pid, signal.SIGCONT)
-
-    def _signal_and_wait(self, number: int) -> None:
-        process, self._process = self._process, None
-        if process is None:
-            return
-        process.send_signal(signal.SIGCONT)
-        process.send_signal(number)
-        try:
-            process.wait(timeout=5.0)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait(timeout=5.0)
-
-    def _alive(self) -> bool:
-        assert self._process is not None
-        if self._process.poll() is not None:
-            raise AssertionError(f"nats-server ended at once:\n{self._log()}")
-        return True
+        until_blocking(lambda: self._is_alive() and self._accepts(), what=f"nats-server answers: see {self.log_path}")
 
     def _accepts(self) -> bool:
         try:
@@ -112,7 +69,3 @@ class NatsServer:
                 return connection.recv(4) == b"INFO"
         except OSError:
             return False
-
-    def _log(self) -> str:
-        path = self._folder / "server.log"
-        return path.read_text(errors="replace")[-2000:] if path.is_file() else "(no log)"
