@@ -10,6 +10,8 @@ from pathlib import Path
 import structlog
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
+from halfmoon.bus.endpoint import read_stream
+from halfmoon.bus.errors import StreamGap
 from halfmoon.bus.memory import MemoryBroker, MemoryBus
 from halfmoon.bus.protocol import Bus
 from halfmoon.chunks.checksum import checksum
@@ -18,7 +20,8 @@ from halfmoon.kv_tier.service import KvTier
 from halfmoon.lifecycle.runtime import Runtime
 from halfmoon.pool import PoolClient
 from halfmoon.pool.client import DEFAULT_TENANT
-from halfmoon.schemas.chunks import ChunkMeta
+from halfmoon.schemas import subjects
+from halfmoon.schemas.chunks import ChunkEvent, ChunkMeta
 from halfmoon.schemas.ids import ChunkKey, LeaseId, NodeId, RequestId, TenantId, WorkerId
 from halfmoon.schemas.kv_tier import ChunkSource, NewChunk, WantedChunk, WrittenChunk
 from halfmoon.tracing import setup
@@ -102,6 +105,27 @@ async def write_chunks(
     committed = await client.commit(reserved.lease_id, written)
     assert committed.num_registered <= (len(names) if register else 0)
     return reserved.lease_id
+
+
+def slots_of(node: Node) -> tuple[int, int, int, int]:
+    """Free, staged, ready, leased."""
+    node.service.store.ledger.check_integrity()
+    counts = node.service.store.ledger.slots.counts()
+    return counts.free, counts.staged, counts.ready, counts.leased
+
+
+async def follow(broker: MemoryBroker) -> tuple[MemoryBus, list[ChunkEvent]]:
+    """What the stream of chunk events has told, and tells from now on."""
+    bus, events = MemoryBus(broker), list[ChunkEvent]()
+
+    async def seen(seq: int, event: ChunkEvent) -> None:
+        events.append(event)
+
+    async def gap(gap: StreamGap) -> None:
+        raise AssertionError(gap)
+
+    await read_stream(bus, subjects.CHUNKS_STREAM, ChunkEvent, seen, start_seq=1, on_gap=gap)
+    return bus, events
 
 
 async def attached_to(broker: MemoryBroker | BusMaker) -> Bus:

@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from halfmoon.bus.endpoint import Envelope, read_stream, serve
-from halfmoon.bus.errors import StreamGap
+from halfmoon.bus.endpoint import Envelope, serve
 from halfmoon.bus.memory import MemoryBroker, MemoryBus
 from halfmoon.kv_tier.ssd import open as ssd_open
 from halfmoon.kv_tier.ssd.directory import SsdDirectory
@@ -153,19 +152,6 @@ async def read(node: Node, *names: str, by: str = "req-reader", sources: tuple[N
             assert chunk.slot.checksum == chunk.meta.checksum
     await node.client.release(acquired.lease_id)
     return list(acquired.chunks)
-
-
-async def follow(broker: MemoryBroker) -> list[ChunkEvent]:
-    events: list[ChunkEvent] = []
-
-    async def seen(seq: int, event: ChunkEvent) -> None:
-        events.append(event)
-
-    async def gap(gap: StreamGap) -> None:
-        raise AssertionError(gap)
-
-    await read_stream(MemoryBus(broker), subjects.CHUNKS_STREAM, ChunkEvent, seen, start_seq=1, on_gap=gap)
-    return events
 
 
 def believed(events: list[ChunkEvent]) -> dict[ChunkKey, ChunkMeta]:

@@ -20,7 +20,7 @@ from halfmoon.schemas.kv_tier import Acquire, Acquired, AcquiredChunk
 from halfmoon.schemas.wire import Message
 from halfmoon.tracing import attributes, names
 from halfmoon.worker.reading import read_chunk
-from support.pool_nodes import CHUNK_BYTES, REQUEST, SLOT_BYTES, Node, content_of, key_of, running_node
+from support.pool_nodes import CHUNK_BYTES, REQUEST, SLOT_BYTES, Node, content_of, key_of, running_node, slots_of
 from support.wait import until
 
 HIT_REMOTE = ChunkOutcome.HIT_REMOTE
@@ -45,12 +45,6 @@ async def two_nodes(broker: MemoryBroker, folder: Path, **settings: object) -> A
 async def pair(broker: MemoryBroker, tmp_path: Path) -> AsyncIterator[tuple[Node, Node]]:
     async with two_nodes(broker, tmp_path) as nodes:
         yield nodes
-
-
-def slots_of(node: Node) -> tuple[int, int, int, int]:
-    node.service.store.ledger.check_integrity()
-    counts = node.service.store.ledger.slots.counts()
-    return counts.free, counts.staged, counts.ready, counts.leased
 
 
 def num_leases(node: Node) -> int:

@@ -16,7 +16,7 @@ from halfmoon.schemas import subjects
 from halfmoon.schemas.chunks import ChunkEvicted, ChunkRegistered, Tier
 from halfmoon.schemas.ids import RequestId, TenantId
 from halfmoon.schemas.kv_tier import Done, Inventory, InventoryPage, Retell
-from support.pool_nodes import CHUNK_BYTES, SLOT_BYTES, Node, key_of, write_chunks
+from support.pool_nodes import CHUNK_BYTES, SLOT_BYTES, Node, follow, key_of, write_chunks
 from support.ssd_nodes import (
     FILE,
     HIT_LOCAL,
@@ -30,7 +30,6 @@ from support.ssd_nodes import (
     believed,
     below,
     fill,
-    follow,
     in_dram,
     num_free,
     read,
@@ -59,7 +58,7 @@ async def node(start: StartNode) -> AsyncIterator[Node]:
 
 
 async def test_more_than_dram_holds_is_kept_on_the_ssd_and_comes_back_exactly(node: Node, broker: MemoryBroker) -> None:
-    events = await follow(broker)
+    _, events = await follow(broker)
     await fill(node, *NAMES)
     stats = stats_of(node)
     on_ssd = below(node)
@@ -238,7 +237,7 @@ async def test_a_restart_finds_what_was_there_and_announces_it_under_the_new_epo
         gone, still = below(node)[:2]
         torn = lower.ssd.directory.path_of(key_of(gone))
     torn.write_bytes(torn.read_bytes()[:5000])
-    events = await follow(broker)
+    _, events = await follow(broker)
     async with start() as node:
         expected = kept - {key_of(gone)}
         await until(lambda: set(believed(events)) == expected)
@@ -260,7 +259,7 @@ async def test_a_restart_finds_what_was_there_and_announces_it_under_the_new_epo
 
 async def test_the_ssd_evicts_when_its_bytes_are_used_up(start: StartNode, broker: MemoryBroker) -> None:
     async with start(ssd_bytes=5 * FILE + 100) as node:
-        events = await follow(broker)
+        _, events = await follow(broker)
         await fill(node, *NAMES)
         lower = node.service.store.lower
         assert lower is not None

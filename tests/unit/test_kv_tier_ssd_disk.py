@@ -15,7 +15,7 @@ from halfmoon.kv_tier.ssd import store as ssd_store
 from halfmoon.kv_tier.ssd.breaker import Breaker
 from halfmoon.schemas.chunks import ChunkEvicted
 from halfmoon.transport.health import Backoff
-from support.pool_nodes import Node, key_of
+from support.pool_nodes import Node, follow, key_of
 from support.ssd_nodes import (
     CORRUPT,
     FILE,
@@ -28,7 +28,6 @@ from support.ssd_nodes import (
     StartNode,
     below,
     fill,
-    follow,
     read,
     ssd_nodes,
     stats_of,
@@ -58,7 +57,7 @@ async def test_a_flipped_byte_on_the_disk_is_found_removed_and_computed_again(
     start: StartNode, broker: MemoryBroker
 ) -> None:
     async with start() as node, start("node-b", host="host-2") as other:
-        events = await follow(broker)
+        _, events = await follow(broker)
         await fill(node, *NAMES)
         flipped, elsewhere, gone = below(node)[:3]
         await other.client.release(await other.write(elsewhere))
