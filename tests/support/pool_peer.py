@@ -71,21 +71,21 @@ class Peer:
         self.arena.unlink()
 
 
-class PeerProcess:
-    """A peer in a process of its own."""
+class AnyPeerProcess:
+    """A peer in a process of its own: a program that prints its NodeInfo, and lives until its input ends."""
 
-    def __init__(
-        self, directory: Path, secret: str | None, *, port: int = 0, epoch: int = 1, lease_ends_ns: int = NEVER_NS
-    ) -> None:
-        numbers = [str(number) for number in (port, epoch, lease_ends_ns)]
+    def __init__(self, module: str, *arguments: object) -> None:
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "support.pool_peer", str(directory), secret or "-", *numbers],
+            [sys.executable, "-m", module, *map(str, arguments)],
             env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[1])},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
         )
         assert self.process.stdout is not None
         self.info = msgspec.json.decode(self.process.stdout.readline(), type=NodeInfo)
+
+    def kill(self) -> None:
+        self.process.kill()
 
     def freeze(self) -> None:
         """Stop it, and return when none of its threads runs any more."""
@@ -103,6 +103,15 @@ class PeerProcess:
             if pipe is not None:
                 pipe.close()
         Path(self.info.arena_path).unlink(missing_ok=True)
+
+
+class PeerProcess(AnyPeerProcess):
+    """A `Peer`."""
+
+    def __init__(
+        self, directory: Path, secret: str | None, *, port: int = 0, epoch: int = 1, lease_ends_ns: int = NEVER_NS
+    ) -> None:
+        super().__init__("support.pool_peer", directory, secret or "-", port, epoch, lease_ends_ns)
 
 
 def _state(thread: Path) -> str:

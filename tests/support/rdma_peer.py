@@ -7,10 +7,7 @@ NodeInfo as JSON, then lives until its input ends.
 import asyncio
 import contextlib
 import functools
-import os
 import random
-import signal
-import subprocess
 import sys
 from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
@@ -39,6 +36,7 @@ from halfmoon.transport.rdma.device import open_devices
 from halfmoon.transport.rdma.node import RdmaNode
 from halfmoon.transport.rdma.server import RdmaServer
 from halfmoon.transport.rdma.verbs import RdmaUnavailable, load_verbs
+from support.pool_peer import AnyPeerProcess
 
 NODE = NodeId("peer")
 SECRET = "moon"
@@ -176,38 +174,11 @@ class DirectControl:
         return self._servers[node]
 
 
-class RdmaPeerProcess:
-    """A peer in a process of its own, whose verbs are on NATS."""
+class RdmaPeerProcess(AnyPeerProcess):
+    """An `RdmaPeer`, whose verbs are on NATS."""
 
     def __init__(self, directory: Path, nats_url: str, *, epoch: int = 1, windows: bool = True) -> None:
-        self.process = subprocess.Popen(
-            [
-                *(sys.executable, "-m", "support.rdma_peer"),
-                *(str(directory), SECRET, nats_url, str(epoch), str(int(windows))),
-            ],
-            env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[1])},
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-        )
-        assert self.process.stdout is not None
-        self.info = msgspec.json.decode(self.process.stdout.readline(), type=NodeInfo)
-
-    def kill(self) -> None:
-        self.process.send_signal(signal.SIGKILL)
-
-    def freeze(self) -> None:
-        self.process.send_signal(signal.SIGSTOP)
-
-    def thaw(self) -> None:
-        self.process.send_signal(signal.SIGCONT)
-
-    def close(self) -> None:
-        self.process.kill()
-        self.process.wait(10)
-        for pipe in (self.process.stdin, self.process.stdout):
-            if pipe is not None:
-                pipe.close()
-        Path(self.info.arena_path).unlink(missing_ok=True)
+        super().__init__("support.rdma_peer", directory, SECRET, nats_url, epoch, int(windows))
 
 
 async def serve_verbs(bus: Bus, peer: RdmaPeer) -> None:
