@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import cast
+from typing import TypeVar, cast
 
 import structlog
 from opentelemetry.sdk.trace import ReadableSpan
@@ -17,6 +17,7 @@ from halfmoon.bus.endpoint import announce, call
 from halfmoon.bus.memory import MemoryBroker
 from halfmoon.bus.protocol import Bus, BusMessage
 from halfmoon.chunks.keys import chunk_keys
+from halfmoon.config import CommonConfig
 from halfmoon.decode.config import DecodeConfig
 from halfmoon.decode.service import Decode
 from halfmoon.engine.contract import Engine
@@ -35,6 +36,8 @@ from support.buses import BusMaker
 from support.exact_engine import CHUNK_TOKENS, KV_BYTES_PER_TOKEN, ExactEngine
 from support.pool_nodes import Node, attached_to, running_node
 from support.wait import until
+
+C = TypeVar("C", bound=CommonConfig)
 
 CONDUCTOR = WorkerId("conductor-1")
 PREFILL = WorkerId("prefill-1")
@@ -280,37 +283,17 @@ async def cluster(
         telemetry_d = setup("decode", exporters={"memory": spans_d})
         stack.push_async_callback(telemetry_p.aclose)
         stack.push_async_callback(telemetry_d.aclose)
-        log = structlog.stdlib.get_logger("test")
-        worker: dict[str, object] = {"model": model, **UNHEARD}
+        prefill_config = {"model": model, "node": "node-a", **UNHEARD, **(prefill_settings or {})}
+        decode_config = {"model": model, "node": "node-b", **UNHEARD, **(decode_settings or {})}
         bus_p, bus_d, bus = [await attached_to(broker) for _ in range(3)]
         for each in (bus_p, bus_d, bus):
             stack.push_async_callback(each.close)
         prefill = Prefill(
-            Runtime(
-                service="prefill",
-                worker_id=PREFILL,
-                config=PrefillConfig(**(worker | {"node": "node-a"} | (prefill_settings or {}))),  # type: ignore[arg-type]
-                bus=bus_p,
-                telemetry=telemetry_p,
-                metrics=Metrics(),
-                log=log,
-                started_ns=time.time_ns(),
-                fail=failures.append,
-            ),
+            _runtime(PREFILL, PrefillConfig(**prefill_config), bus_p, telemetry_p, failures),  # type: ignore[arg-type]
             prefill_engine,
         )
         decode = Decode(
-            Runtime(
-                service="decode",
-                worker_id=DECODE,
-                config=DecodeConfig(**(worker | {"node": "node-b"} | (decode_settings or {}))),  # type: ignore[arg-type]
-                bus=bus_d,
-                telemetry=telemetry_d,
-                metrics=Metrics(),
-                log=log,
-                started_ns=time.time_ns(),
-                fail=failures.append,
-            ),
+            _runtime(DECODE, DecodeConfig(**decode_config), bus_d, telemetry_d, failures),  # type: ignore[arg-type]
             decode_engine,
         )
         stack.push_async_callback(prefill.stop)
@@ -343,6 +326,20 @@ async def cluster(
         finally:
             beats.cancel()
             await asyncio.gather(beats, return_exceptions=True)
+
+
+def _runtime(worker: WorkerId, config: C, bus: Bus, telemetry: Telemetry, failures: list[str]) -> Runtime[C]:
+    return Runtime(
+        service=worker.partition("-")[0],
+        worker_id=worker,
+        config=config,
+        bus=bus,
+        telemetry=telemetry,
+        metrics=Metrics(),
+        log=structlog.stdlib.get_logger("test"),
+        started_ns=time.time_ns(),
+        fail=failures.append,
+    )
 
 
 async def _beat(running: Cluster) -> None:
