@@ -6,7 +6,8 @@
 import sys
 
 from support.agreement import MEASURES, TOLERANCES, disagreements
-from support.beside import ARENA_MIB, Figures, Setup, compare
+from support.beside import ARENA_MIB, Setup, compare
+from support.beside import Figures as Figures
 
 HEADING = "## The live system beside the simulator"
 

@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator
-from contextlib import aclosing, asynccontextmanager
+from contextlib import asynccontextmanager
 from itertools import pairwise
 from pathlib import Path
 
@@ -48,10 +48,9 @@ async def computed(engine: SimEngine, name: str, num_chunks: int, dawdle_s: floa
     num_bytes = engine.card.payload_bytes(CHUNK_TOKENS)
     sinks = [ChunkSink(index, CHUNK_TOKENS, memoryview(bytearray(num_bytes))) for index in range(num_chunks)]
     found = []
-    async with aclosing(engine.prefill(name, 0, num_tokens, sinks)) as written:
-        async for each in written:
-            found.append(each)
-            await asyncio.sleep(dawdle_s)
+    async for each in engine.prefill(name, 0, num_tokens, sinks):
+        found.append(each)
+        await asyncio.sleep(dawdle_s)
     await engine.close(name)
     return found
 
@@ -90,10 +89,9 @@ async def test_steps_are_shared_and_a_late_fetch_misses_none(tmp_path: Path) -> 
         async def decoded(name: str, dawdle_s: float) -> list[float]:
             sim.open(SequenceSpec(name, [7] * 8, 20, decode=sampling))
             times = []
-            async with aclosing(sim.decode(name, 7)) as tokens:
-                async for _ in tokens:
-                    times.append(loop.time())
-                    await asyncio.sleep(dawdle_s)
+            async for _ in sim.decode(name, 7):
+                times.append(loop.time())
+                await asyncio.sleep(dawdle_s)
             await sim.close(name)
             return times
 

@@ -19,7 +19,7 @@ from halfmoon.schemas.ids import NodeId
 WHOLE = 64
 """So many are weighed without a choice."""
 NUM_HOLDERS = 8
-NUM_IDLE = 16
+NUM_IDLE = 8
 
 
 class _Instance(Protocol):

@@ -64,7 +64,7 @@ class CachedPrefix:
         """`salt` spreads requests over the holders where only some are priced: the request's id."""
         self._chunk_bytes = chunk_bytes
         self._estimates = estimates
-        self._salt = salt
+        self._salt = zlib.crc32(f"{salt}\0".encode())
         self._runs = [
             _Run(holders, on_ssd, sum(1 for _ in run), self._some(holders))
             for (holders, on_ssd), run in itertools.groupby(
@@ -157,4 +157,4 @@ class CachedPrefix:
         return tuple(heapq.nsmallest(MAX_PRICED_HOLDERS, nodes, key=self._lot))
 
     def _lot(self, node: NodeId) -> int:
-        return zlib.crc32(f"{self._salt}\0{node}".encode())
+        return zlib.crc32(node.encode(), self._salt)
