@@ -5,7 +5,7 @@ import asyncio
 import gc
 import warnings
 from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager
 from functools import cache
 from pathlib import Path
 
@@ -17,6 +17,7 @@ from halfmoon.bus.nats import NatsBus, NatsSettings
 from halfmoon.bus.protocol import Bus
 from halfmoon.engine.installed import missing
 from support.buses import BusMaker
+from support.etcd import EtcdServer
 from support.nats import NatsServer
 
 # No test depends on speed: a busy machine is no failure.
@@ -89,7 +90,13 @@ class VllmTests:
 @pytest.fixture
 def nats_server(tmp_path: Path) -> Iterator[NatsServer]:
     """A running nats-server with JetStream."""
-    with running_server(tmp_path) as server:
+    with NatsServer(tmp_path / "nats") as server:
+        yield server
+
+
+@pytest.fixture
+def etcd_server(tmp_path: Path) -> Iterator[EtcdServer]:
+    with EtcdServer(tmp_path / "etcd") as server:
         yield server
 
 
@@ -116,23 +123,13 @@ async def bus_maker(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIter
         async with closing_buses(attach) as make:
             yield make
         return
-    with running_server(tmp_path) as server:
+    with NatsServer(tmp_path / "nats") as server:
 
         async def connect() -> Bus:
             return await NatsBus.connect(NatsSettings(url=server.url))
 
         async with closing_buses(connect) as make:
             yield make
-
-
-@contextmanager
-def running_server(folder: Path) -> Iterator[NatsServer]:
-    server = NatsServer(folder / "nats")
-    server.start()
-    try:
-        yield server
-    finally:
-        server.stop()
 
 
 @asynccontextmanager

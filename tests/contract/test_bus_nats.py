@@ -53,9 +53,7 @@ async def test_wrong_credentials_fail_at_once_and_secrets_stay_secret(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
 ) -> None:
     caplog.set_level(logging.DEBUG)
-    server = NatsServer(tmp_path, extra_config='authorization { user: "moon", password: "right-secret" }')
-    server.start()
-    try:
+    with NatsServer(tmp_path, extra_config='authorization { user: "moon", password: "right-secret" }') as server:
         settings = NatsSettings(url=server.url, user="moon", password="wrong-secret", connect_timeout_s=30.0)
         async with asyncio.timeout(10.0):
             with pytest.raises(BusUnavailable, match="refuses our credentials") as caught:
@@ -66,8 +64,6 @@ async def test_wrong_credentials_fail_at_once_and_secrets_stay_secret(
         bus = await NatsBus.connect(NatsSettings(url=server.url, user="moon", password="right-secret"))
         await bus.flush()
         await bus.close()
-    finally:
-        server.stop()
     printed = capsys.readouterr()
     for text in (
         str(caught.value),
@@ -85,26 +81,18 @@ async def test_wrong_credentials_fail_at_once_and_secrets_stay_secret(
 async def test_missing_credentials_file_and_missing_jetstream_are_clear(tmp_path: Path) -> None:
     with pytest.raises(BusUnavailable, match=r"creds does not exist"):
         await NatsBus.connect(NatsSettings(credentials=tmp_path / "creds"))
-    server = NatsServer(tmp_path, jetstream=False)
-    server.start()
-    try:
+    with NatsServer(tmp_path, jetstream=False) as server:
         bus = await NatsBus.connect(NatsSettings(url=server.url))
         with pytest.raises(BusUnavailable, match="nats-server -js"):
             await bus.ensure_stream(WORK)
         await bus.close()
-    finally:
-        server.stop()
 
 
 async def test_the_servers_payload_limit_is_ours(tmp_path: Path) -> None:
-    server = NatsServer(tmp_path, max_payload_bytes=4096)
-    server.start()
-    try:
+    with NatsServer(tmp_path, max_payload_bytes=4096) as server:
         bus = await NatsBus.connect(NatsSettings(url=server.url))
         assert bus.max_payload_bytes == 4096
         await bus.close()
-    finally:
-        server.stop()
 
 
 async def test_connections_come_back_after_a_kill(nats_server: NatsServer, nats_buses: BusMaker) -> None:

@@ -2,7 +2,7 @@
 
 import asyncio
 import signal
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from functools import partial
 from pathlib import Path
 
@@ -43,14 +43,6 @@ from support.wait import until, until_blocking
 pytestmark = pytest.mark.etcd
 
 PREFIX = "/halfmoon"
-
-
-@pytest.fixture
-def etcd_server(tmp_path: Path) -> Iterator[EtcdServer]:
-    server = EtcdServer(tmp_path / "etcd")
-    server.start()
-    yield server
-    server.stop()
 
 
 @pytest.fixture

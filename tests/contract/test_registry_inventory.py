@@ -2,7 +2,7 @@
 
 import asyncio
 import secrets
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import msgspec
@@ -40,14 +40,6 @@ from support.registry import (
 pytestmark = pytest.mark.etcd
 
 NAMES = [f"chunk-{number}" for number in range(6)]
-
-
-@pytest.fixture
-def etcd_server(tmp_path: Path) -> Iterator[EtcdServer]:
-    server = EtcdServer(tmp_path / "etcd")
-    server.start()
-    yield server
-    server.stop()
 
 
 @pytest.fixture

@@ -5,7 +5,7 @@ What etcd says afterwards is compared with the pools' own inventories: nothing s
 
 import asyncio
 import secrets
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
 from pathlib import Path
 
@@ -31,14 +31,6 @@ from support.wait import until
 pytestmark = [pytest.mark.etcd, pytest.mark.nats, pytest.mark.timeout(150)]
 
 NODES = ("a", "b")
-
-
-@pytest.fixture
-def etcd_server(tmp_path: Path) -> Iterator[EtcdServer]:
-    server = EtcdServer(tmp_path / "etcd")
-    server.start()
-    yield server
-    server.stop()
 
 
 class Load:

@@ -24,10 +24,8 @@ NODE = NodeId("a")
 
 @pytest.fixture(scope="module")
 def etcd_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EtcdServer]:
-    server = EtcdServer(tmp_path_factory.mktemp("etcd"))
-    server.start()
-    yield server
-    server.stop()
+    with EtcdServer(tmp_path_factory.mktemp("etcd")) as server:
+        yield server
 
 
 @pytest.fixture
@@ -252,9 +250,7 @@ async def test_a_deployment_keeps_to_its_prefix(store: Store, etcd: Etcd, prefix
 
 
 async def test_an_etcd_with_small_transactions_is_refused_and_told_how_to_grow(tmp_path: Path) -> None:
-    server = EtcdServer(tmp_path, max_txn_ops=128)
-    server.start()
-    try:
+    with EtcdServer(tmp_path, max_txn_ops=128) as server:
         async with Etcd((f"127.0.0.1:{server.port}",)) as etcd:
             with pytest.raises(StoreRefused, match="start etcd with --max-txn-ops 1024, or lower HALFMOON_REGISTRY"):
                 await Store(etcd, prefix="/x", max_txn_ops=1024, write_timeout_s=1.0).check(5.0)
@@ -264,8 +260,6 @@ async def test_an_etcd_with_small_transactions_is_refused_and_told_how_to_grow(t
             await term.apply(plan_event(registered("a", 5, *range(500)), {}), 1)
             found = await small.lookup([key(number) for number in range(500)], 5.0)
             assert found == tuple((placement("a", 5, number),) for number in range(500))
-    finally:
-        server.stop()
 
 
 async def test_the_next_endpoint_answers_where_one_does_not(etcd_server: EtcdServer, prefix: str) -> None:
@@ -286,9 +280,7 @@ async def test_nobody_at_the_address_is_known_in_time() -> None:
 
 async def test_etcd_survives_readers_who_give_up_half_way(tmp_path: Path) -> None:
     """Versions before 3.5.5 panic when a read is called off while it is carried out: here, at all moments of it."""
-    server = EtcdServer(tmp_path)
-    server.start()
-    try:
+    with EtcdServer(tmp_path) as server:
         async with Etcd((f"127.0.0.1:{server.port}",)) as etcd:
             store = Store(etcd, prefix="/x", max_txn_ops=1024, write_timeout_s=5.0)
             term = await elected(store)
@@ -303,14 +295,10 @@ async def test_etcd_survives_readers_who_give_up_half_way(tmp_path: Path) -> Non
             assert num_given_up > 0
             found = await store.lookup(asked, 30.0)
             assert found == tuple((placement("a", 5, number),) for number in range(1000))
-    finally:
-        server.stop()
 
 
 async def test_user_and_password(tmp_path: Path) -> None:
-    server = EtcdServer(tmp_path)
-    server.start()
-    try:
+    with EtcdServer(tmp_path) as server:
         address = f"127.0.0.1:{server.port}"
         server.enable_auth("root", "right")
         async with Etcd((address,), user="root", password="wrong") as etcd:
@@ -328,5 +316,3 @@ async def test_user_and_password(tmp_path: Path) -> None:
             server.kill()
             server.start()
             assert await store.lookup([key(1)], 5.0) == ((),)
-    finally:
-        server.stop()

@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import signal
 import time
-from collections.abc import AsyncIterator, Awaitable, Iterator
+from collections.abc import AsyncIterator, Awaitable
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -44,14 +44,6 @@ pytestmark = [pytest.mark.etcd, pytest.mark.nats]
 
 ACME, OTHER = TenantId("acme"), TenantId("other")
 LOG = structlog.stdlib.get_logger("test")
-
-
-@pytest.fixture
-def etcd_server(tmp_path: Path) -> Iterator[EtcdServer]:
-    server = EtcdServer(tmp_path / "etcd")
-    server.start()
-    yield server
-    server.stop()
 
 
 @pytest.fixture

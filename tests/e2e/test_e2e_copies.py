@@ -38,14 +38,6 @@ RACKS = {"node-a": "1", "node-b": "1", "node-c": "2"}
 
 
 @pytest.fixture
-def etcd_server(tmp_path: Path) -> Iterator[EtcdServer]:
-    server = EtcdServer(tmp_path / "etcd")
-    server.start()
-    yield server
-    server.stop()
-
-
-@pytest.fixture
 def pools(tmp_path: Path, nats_server: NatsServer) -> Iterator[dict[str, KvTierProcess]]:
     """Three nodes of as many hosts, two of them in one rack."""
     shm_dir = tmp_path / "shm"

@@ -3,17 +3,30 @@
 import os
 import signal
 import subprocess
+from abc import ABC, abstractmethod
 from pathlib import Path
+from typing import Self
 
 
-class ServerProcess:
-    """One process at a time. It keeps its folder over `kill` and a new start."""
+class ServerProcess(ABC):
+    """One process at a time, which runs within `with`. It keeps its folder over `kill` and a new start."""
 
     def __init__(self, folder: Path, name: str) -> None:
         self.folder = folder
         self._name = name
         self.log_path = folder / f"{name}.log"
         self._process: subprocess.Popen[bytes] | None = None
+
+    @abstractmethod
+    def start(self) -> None:
+        """Return once it answers."""
+
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.stop()
 
     @property
     def pid(self) -> int:
