@@ -1,8 +1,8 @@
 """Redoes the experiments of published papers in the simulator; writes docs/results.md, our figures beside theirs.
 
 `make results`, or `python -m benchmarks.results`: 28 simulations, two at a time, 5 to 25 s each, so four minutes on two
-idle cores. `… policies overload` runs these groups alone, and takes the others from docs/results.json, where the figures
-of the last runs are.
+idle cores. `… policies overload` runs these groups alone, and takes the others from docs/results.json, where the
+figures of the last runs are.
 """
 
 import json
