@@ -80,7 +80,7 @@ class Ears:
 
     def expire_members(self) -> None:
         """To be called every now and then: who is overdue is lost."""
-        for worker in self._members.expire(time.monotonic()):
+        for worker in self._members.expire():
             self._log.warning("worker lost: its heartbeats stopped", worker=worker)
             self._lost(worker)
 

@@ -11,6 +11,7 @@ from typing import assert_never
 
 import msgspec
 
+from halfmoon.lifecycle.listening import ListeningClock
 from halfmoon.scheduling.cluster import Cluster, Group, WorkerLoad
 from halfmoon.scheduling.copies import MACHINE
 from halfmoon.scheduling.costs.traffic import Traffic
@@ -31,8 +32,6 @@ from halfmoon.schemas.splits import DecodeHalf, HalfEnded, PrefillHalf, Role
 
 MAX_MEMBERS = 10_000
 _CONDUCTOR = "conductor"
-DEAF_AFTER_S = MEMBER_LOST_AFTER_S / 2
-"""When nobody at all was heard for this long, the fault is on this side or the broker's (a conductor hears itself)."""
 HEARTBEAT_LAG_S = 0.1
 """A heartbeat heard this long after a half was, counts it."""
 
@@ -53,11 +52,12 @@ class _Sent:
 class _Worker:
     beat: WorkerHeartbeat
     heard_s: float
+    """On the members' clock."""
     num_beats: int = 0
     sent: dict[RequestId, _Sent] = field(default_factory=dict)
     ended: set[RequestId] = field(default_factory=set)
 
-    def hear(self, beat: WorkerHeartbeat, now_s: float) -> None:
+    def hear(self, beat: WorkerHeartbeat, now_s: float, heard_s: float) -> None:
         shown = {progress.request_id for progress in beat.requests}
         self.sent = {
             request_id: sent
@@ -66,7 +66,7 @@ class _Worker:
         }
         self.ended.clear()
         self.beat = beat
-        self.heard_s = now_s
+        self.heard_s = heard_s
         self.num_beats += 1
 
     def load(self) -> WorkerLoad | None:
@@ -104,6 +104,8 @@ class Members:
     """The load view of one conductor."""
 
     def __init__(self) -> None:
+        self._clock = ListeningClock()
+        """Who was last heard when, is told by it."""
         self._workers: dict[WorkerId, _Worker] = {}
         self._nodes: dict[NodeId, tuple[NodeHeartbeat, float]] = {}
         self._models: dict[ModelName, ModelCard] = {}
@@ -123,27 +125,23 @@ class Members:
         """The same without workers, until something of a node changes."""
         self._conductors: dict[WorkerId, float] = {}
         """When each was last heard."""
-        self._heard_s: float | None = None
-        """When anybody at all was."""
-        self._looked_s: float | None = None
-        """When it was last looked who is overdue."""
 
     def hear(self, heartbeat: Heartbeat, now_s: float) -> WorkerId | None:
         """Take in a heartbeat. Returns the worker whose life it ends: by a goodbye, or by being a new life's first."""
-        self._heard_s = now_s
+        heard_s = self._clock.hear(now_s)
         match heartbeat:
             case WorkerHeartbeat():
-                return self._hear_worker(heartbeat, now_s)
+                return self._hear_worker(heartbeat, now_s, heard_s)
             case NodeHeartbeat():
                 self._places = self._cluster = None
                 known = self._nodes.get(heartbeat.node)
                 if (known is None or known[0].epoch <= heartbeat.epoch) and len(self._nodes) < MAX_MEMBERS:
-                    self._nodes[heartbeat.node] = (heartbeat, now_s)
+                    self._nodes[heartbeat.node] = (heartbeat, heard_s)
                     self.traffic.hear(heartbeat.node, heartbeat.receiving, now_s)
                 return None
             case ServiceHeartbeat():
                 if heartbeat.service == _CONDUCTOR and heartbeat.state is MemberState.SERVING:
-                    self._conductors[heartbeat.worker] = now_s
+                    self._conductors[heartbeat.worker] = heard_s
                 else:
                     self._conductors.pop(heartbeat.worker, None)
                 return None
@@ -162,7 +160,7 @@ class Members:
         self.traffic.forget(node)
         self._places = self._cluster = None
 
-    def _hear_worker(self, beat: WorkerHeartbeat, now_s: float) -> WorkerId | None:
+    def _hear_worker(self, beat: WorkerHeartbeat, now_s: float, heard_s: float) -> WorkerId | None:
         beat = self._known_card(beat)
         self._stale.add(beat.worker)
         self._cluster = None
@@ -172,36 +170,25 @@ class Members:
         if known is not None and beat.started_ns < known.beat.started_ns:
             return None
         if known is not None and beat.started_ns == known.beat.started_ns:
-            known.hear(beat, now_s)
+            known.hear(beat, now_s, heard_s)
             return None
         if known is not None or len(self._workers) < MAX_MEMBERS:
-            self._workers[beat.worker] = _Worker(beat, now_s, num_beats=1)
+            self._workers[beat.worker] = _Worker(beat, heard_s, num_beats=1)
         return beat.worker if known is not None else None
 
-    def expire(self, now_s: float) -> list[WorkerId]:
-        """Forget those that are overdue; the workers among them. To be called often: time in which nobody was heard, or
-        in which this process stood still, is nobody's silence."""
-        since_s = now_s - (now_s if self._looked_s is None else self._looked_s)
-        self._looked_s = now_s
-        if self._heard_s is None or now_s - self._heard_s > DEAF_AFTER_S or since_s > DEAF_AFTER_S:
-            self._forgive(since_s)
-            return []
-        for node in [node for node, (_, at_s) in self._nodes.items() if now_s - at_s > MEMBER_LOST_AFTER_S]:
+    def expire(self) -> list[WorkerId]:
+        """Forget those that are overdue; the workers among them."""
+        lately_s = self._clock.listened_s - MEMBER_LOST_AFTER_S
+        for node in [node for node, (_, at_s) in self._nodes.items() if at_s < lately_s]:
             self._forget_node(node)
-        for conductor in [each for each, at_s in self._conductors.items() if now_s - at_s > MEMBER_LOST_AFTER_S]:
+        for conductor in [each for each, at_s in self._conductors.items() if at_s < lately_s]:
             del self._conductors[conductor]
-        lost = [worker for worker, known in self._workers.items() if now_s - known.heard_s > MEMBER_LOST_AFTER_S]
+        lost = [worker for worker, known in self._workers.items() if known.heard_s < lately_s]
         for worker in lost:
             del self._workers[worker]
             self._stale.add(worker)
             self._cluster = None
         return lost
-
-    def _forgive(self, seconds: float) -> None:
-        for known in self._workers.values():
-            known.heard_s += seconds
-        self._nodes = {node: (beat, at_s + seconds) for node, (beat, at_s) in self._nodes.items()}
-        self._conductors = {conductor: at_s + seconds for conductor, at_s in self._conductors.items()}
 
     def sent_prefill(self, worker: WorkerId, half: PrefillHalf, now_s: float) -> None:
         known = self._workers.get(worker)
