@@ -66,7 +66,7 @@ class NodeCache:
             if key in self._held:
                 self._policy.access(key, prompt)
         new = [(depth, key) for depth, key in enumerate(keys) if key not in self._held]
-        self._make_room(len(self._held) + len(new) - self._num_chunks, set(keys))
+        self._make_room(len(self._held) + len(new) - self._num_chunks, keys)
         stored = []
         for depth, key in new[: self._num_chunks - len(self._held)]:
             parent = keys[depth - 1] if depth else None
@@ -76,10 +76,10 @@ class NodeCache:
         if stored:
             self._tell(ChunkRegistered(node=self._node, epoch=EPOCH, chunks=tuple(stored)))
 
-    def _make_room(self, num_chunks: int, used: set[ChunkKey]) -> None:
+    def _make_room(self, num_chunks: int, keys: Sequence[ChunkKey]) -> None:
         if num_chunks <= 0 or self._policy is None:
             return
-        pins = self._pins
+        pins, used = self._pins, set(keys)
         victims = self._policy.victims(num_chunks, lambda key: key not in pins and key not in used)
         for key in victims:
             self._policy.remove(key)
