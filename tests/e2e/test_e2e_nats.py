@@ -76,7 +76,7 @@ async def test_plain_request_reply_in_json(shm_system: System, model_path: Path)
 async def test_a_single_reply_is_enough_for_an_error(shm_system: System) -> None:
     connection = await nats.connect(shm_system.nats_url)
     try:
-        for body in (b"{", b'{"prompt": ""}', b'{"prompt": "x", "sampling": {"max_tokens": 0}}', b'{"prompt": 5}'):
+        for body in (b"{", b'{"prompt": ""}', b'{"prompt": "x", "sampling": {"max_tokens": -1}}', b'{"prompt": 5}'):
             reply = await connection.request(f"halfmoon.generate.{MODEL}", body, timeout=20)
             event = json.loads(reply.data)
             assert event["type"] == "failed.v1", body

@@ -14,7 +14,8 @@ class Sampling(Message, frozen=True):
     """How to choose tokens. Ranges are checked when the message is decoded."""
 
     max_tokens: int | None = None
-    """Completion tokens at most, ≥ 1. None: as many as the model's context leaves."""
+    """Completion tokens at most. None: as many as the model's context leaves. 0: none, only the prompt's chunks are
+    wanted, in a pool; then no decode worker's engine is used, and the request fails where they don't get there."""
     temperature: float = 1.0
     """0 is greedy."""
     top_p: float = 1.0
@@ -29,8 +30,8 @@ class Sampling(Message, frozen=True):
     ignore_eos: bool = False
 
     def __post_init__(self) -> None:
-        if self.max_tokens is not None and self.max_tokens < 1:
-            raise ValueError(f"max_tokens must be at least 1, got {self.max_tokens}")
+        if self.max_tokens is not None and self.max_tokens < 0:
+            raise ValueError(f"max_tokens must be 0 or more, got {self.max_tokens}")
         if not 0.0 <= self.temperature <= 2.0:
             raise ValueError(f"temperature must be between 0 and 2, got {self.temperature}")
         if not 0.0 < self.top_p <= 1.0:

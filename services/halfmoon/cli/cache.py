@@ -231,7 +231,7 @@ def warm(
     nats_url: NatsUrl = None,
     data_dir: DataDir = None,
 ) -> None:
-    """Fill the cache ahead of traffic: each prompt is run for one token, behind requests of interactive classes.
+    """Fill the cache ahead of traffic: each prompt is prefilled, behind requests of interactive classes.
 
     A prompt whose chunks are all there isn't run. Exit code 1 where some prompts failed, or found no room.
 

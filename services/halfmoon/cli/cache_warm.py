@@ -1,4 +1,4 @@
-"""Filling the cache: each prompt is run for one token, a few at a time, unless its chunks are there already."""
+"""Filling the cache: each prompt is prefilled, a few at a time, unless its chunks are there already."""
 
 import asyncio
 import time
@@ -119,7 +119,7 @@ class Warmer:
             tokens=prompt.tokens,
             prompt=prompt.prompt,
             messages=prompt.messages,
-            sampling=Sampling(max_tokens=1, temperature=0.0),
+            sampling=Sampling(max_tokens=0),
             service_class=self._class,
         )
         deadline_ns = time.time_ns() + int(self._timeout_s * 1e9)

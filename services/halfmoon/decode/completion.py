@@ -39,6 +39,7 @@ class Completion:
         for token in known:
             if self.finish_reason is None:
                 self.push(Sampled(self.num_tokens, token))
+        self._end_at_limit()
 
     def push(self, sampled: Sampled) -> Piece:
         """Take the next token. Afterwards `finish_reason` says whether it was the last."""
@@ -52,8 +53,7 @@ class Completion:
             text, self._stopped = self._scanner.push(self._detokenizer.push([sampled.token]))
             if self._stopped:
                 self.finish_reason = FinishReason.STOP
-        if self.finish_reason is None and self.num_tokens >= self._max_tokens:
-            self.finish_reason = FinishReason.LENGTH
+        self._end_at_limit()
         return Piece(sampled.token, text, self._with_text(sampled.logprob))
 
     def rest(self) -> str:
@@ -62,6 +62,10 @@ class Completion:
             return ""
         text, self._stopped = self._scanner.push(self._detokenizer.flush())
         return text if self._stopped else text + self._scanner.flush()
+
+    def _end_at_limit(self) -> None:
+        if self.finish_reason is None and self.num_tokens >= self._max_tokens:
+            self.finish_reason = FinishReason.LENGTH
 
     def _with_text(self, logprob: TokenLogprob | None) -> TokenLogprob | None:
         if logprob is None:

@@ -70,6 +70,10 @@ class Parts:
     log: structlog.stdlib.BoundLogger
 
 
+class NotFilled(Exception):
+    """The prompt's chunks, which were all that was asked for, aren't in a pool; the message says why."""
+
+
 class DecodeRun:
     """Owns the half's state, its transfer, its completion, and the way to its reader."""
 
@@ -186,6 +190,8 @@ class DecodeRun:
                 error = self._internal(timeout)
         except EngineCrashed as crash:
             error = Error(code=ErrorCode.INTERNAL, message=str(crash))
+        except NotFilled as unfilled:
+            error = Error(code=ErrorCode.UNAVAILABLE, message=str(unfilled))
         except Exception as unexpected:
             error = self._internal(unexpected)
         else:
@@ -197,16 +203,19 @@ class DecodeRun:
     async def _serve(self, outbox: Outbox) -> None:
         parts, half = self._parts, self.half
         self._completion.resume(half.known)
-        if self._completion.finish_reason is not None:
+        if self._limit == 0 and not self._computes_prompt():
+            await self._be_filled()
+            return
+        if self._limit and self._completion.finish_reason is not None:
             return
         tokens = (*half.tokens, *half.known)
         spec = SequenceSpec(
             f"{half.transfer_id}/{half.attempt}",
             tokens,
             len(half.tokens) + self._limit,
-            decode=self._decode_spec(),
+            decode=self._decode_spec() if self._limit else None,
             num_loadable=sum(chunk.num_tokens for chunk in self._chunks) if self._is_provided() else 0,
-            has_sinks=half.prefill_worker is None and self._is_provided(),
+            has_sinks=self._computes_prompt(),
             root=half.root,
         )
         async with self._leases() as leases, AsyncExitStack() as turn:
@@ -220,12 +229,30 @@ class DecodeRun:
             await leases.release_all()
             await self.transfer.close()
             parts.metrics.kv_wait_s.observe((time.time_ns() - started_ns) / 1e9)
-            await self._generate(sequence, outbox)
+            if self._limit:
+                await self._generate(sequence, outbox)
+            elif self.state is HalfState.RECOMPUTING:
+                raise NotFilled("the pool of this worker's node had no room for all of the prompt's chunks")
+
+    async def _be_filled(self) -> None:
+        """Nothing is to be generated, and others compute the prompt's chunks into a pool: wait until they are there,
+        without a place or the engine. Raises `NotFilled`."""
+        parts, half = self._parts, self.half
+        if half.prefill_worker is not None:
+            with parts.tracer.span(DECODE_WAIT_KV):
+                reason = await self.transfer.announced()
+            if reason is not None:
+                raise NotFilled(reason)
+            self._cached_tokens = self.transfer.progress.cached_tokens
+            return
+        self._cached_tokens = half.num_hot * parts.sequences.card.chunk_tokens
+        if self._cached_tokens < sum(chunk.num_tokens for chunk in self._chunks if chunk.shared):
+            raise NotFilled("no prefill worker had room for this prompt; try again in a while")
 
     async def _prepare_kv(self, sequence: OpenSequence, leases: LeaseSet) -> None:
         """As much of the prompt's KV as can be had, into the sequence."""
         parts, half = self._parts, self.half
-        if half.prefill_worker is None and parts.config.role is Role.COLOCATED:
+        if self._computes_prompt():
             began_s = time.monotonic()
             made = await parts.colocated.compute(half, self._chunks, sequence, leases)
             parts.prefill_meter.computed(
@@ -391,7 +418,11 @@ class DecodeRun:
 
     def _is_provided(self) -> bool:
         """Whether KV comes through the pool: from prefill, or computed here as prefill would."""
-        return self.half.prefill_worker is not None or self._parts.config.role is Role.COLOCATED
+        return self.half.prefill_worker is not None or self._computes_prompt()
+
+    def _computes_prompt(self) -> bool:
+        """Whether this worker does what prefill does, for its own pool."""
+        return self.half.prefill_worker is None and self._parts.config.role is Role.COLOCATED
 
     def _is_before_tokens(self) -> bool:
         return self.state in (HalfState.QUEUED, HalfState.WAITING_KV, HalfState.LOADING)

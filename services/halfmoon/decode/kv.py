@@ -110,6 +110,15 @@ class Transfer:
                 case _:
                     assert_never(step)
 
+    async def announced(self) -> str | None:
+        """Wait until all chunks are (None), or the rest won't be (the reason). Nothing is loaded."""
+        while len(self.progress.sources) < len(self.progress.chunks):
+            if self.progress.given_up is not None:
+                return self.progress.given_up
+            self._news.clear()
+            await self._wait()
+        return None
+
     async def close(self) -> None:
         """Tell prefill that it may let go. Idempotent."""
         if not self._is_over:

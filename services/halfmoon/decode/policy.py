@@ -78,7 +78,9 @@ def refusal(half: DecodeHalf, card: ModelCard, load: Load, kv_tokens: int) -> Er
 
 def completion_limit(half: DecodeHalf, card: ModelCard, kv_tokens: int) -> int:
     """Completion tokens at most: as asked, or as many as fit."""
-    return half.sampling.max_tokens or min(card.max_model_tokens, kv_tokens) - len(half.tokens)
+    if half.sampling.max_tokens is not None:
+        return half.sampling.max_tokens
+    return min(card.max_model_tokens, kv_tokens) - len(half.tokens)
 
 
 def num_computed(num_loaded_tokens: int, num_tokens: int) -> int:

@@ -58,6 +58,8 @@ def _sampling(
 ) -> Sampling:
     stop = request.stop
     try:
+        if max_tokens is not None and max_tokens < 1:
+            raise ValueError(f"max_tokens must be at least 1, got {max_tokens}")
         return Sampling(
             max_tokens=max_tokens,
             temperature=1.0 if request.temperature is None else request.temperature,
