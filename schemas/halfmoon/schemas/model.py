@@ -1,10 +1,13 @@
 """What a worker says about the model that it serves."""
 
+import operator
+
 from halfmoon.schemas.ids import ModelName
 from halfmoon.schemas.wire import Message
 
 KV_FIELDS = ("fingerprint", "kv_dtype", "layout", "chunk_tokens", "kv_bytes_per_token", "block_tokens")
 """Fields of a card in which two workers must agree to pass KV between them."""
+_KV_IDENTITY = operator.attrgetter(*KV_FIELDS)
 
 
 class ModelCard(Message, frozen=True):
@@ -30,7 +33,8 @@ class ModelCard(Message, frozen=True):
     @property
     def kv_identity(self) -> tuple[str | int, ...]:
         """Equal for workers that can pass KV between them, and for no others: the values of `KV_FIELDS`."""
-        return tuple(getattr(self, name) for name in KV_FIELDS)
+        identity: tuple[str | int, ...] = _KV_IDENTITY(self)
+        return identity
 
     def payload_bytes(self, num_tokens: int) -> int:
         """Size of the KV of `num_tokens` consecutive positions, the first at a chunk's begin."""

@@ -12,7 +12,7 @@ from typing import assert_never
 import msgspec
 
 from halfmoon.lifecycle.listening import ListeningClock
-from halfmoon.scheduling.cluster import Cluster, Group, WorkerLoad
+from halfmoon.scheduling.cluster import Cluster, Group, WorkerLoad, grouped
 from halfmoon.scheduling.copies import MACHINE
 from halfmoon.scheduling.costs.traffic import Traffic
 from halfmoon.scheduling.estimates import token_pairs
@@ -112,11 +112,8 @@ class Members:
         self.traffic = Traffic()
         self._loads: dict[WorkerId, WorkerLoad] = {}
         """Of those that take work, as worked out last."""
-        self._sides: dict[
-            tuple[str | int, ...], tuple[ModelCard, dict[WorkerId, WorkerLoad], dict[WorkerId, WorkerLoad]]
-        ]
-        self._sides = {}
-        """The same by what KV they have: prefill workers, others."""
+        self._groups: tuple[Group, ...] = ()
+        """The same by what KV they have, and what they do."""
         self._stale: set[WorkerId] = set()
         """Whose load has changed since."""
         self._cluster: Cluster | None = None
@@ -290,34 +287,37 @@ class Members:
         if self._cluster is None:
             if self._places is None:
                 self._places = self._look_at_nodes()
-            for worker in sorted(self._stale):
-                known = self._workers.get(worker)
-                load = known.load() if known is not None else None
-                self._show(worker, load)
-            self._stale.clear()
-            groups = tuple(
-                Group(card, tuple(prefills.values()), tuple(takers.values()))
-                for card, prefills, takers in self._sides.values()
-                if prefills or takers
-            )
+            self._look_at_workers()
             there = tuple(self._loads.values())
             places = self._places
-            self._cluster = Cluster(there, places.nodes, self._models, places.labels, places.transfers, groups)
+            self._cluster = Cluster(there, places.nodes, self._models, places.labels, places.transfers, self._groups)
         return self._cluster
 
-    def _show(self, worker: WorkerId, load: WorkerLoad | None) -> None:
-        """Put a worker's load where the last one was; None: it takes no work."""
-        before = self._loads.pop(worker, None) if load is None else self._loads.get(worker)
-        if before is not None:
-            self._side(before).pop(worker, None)
-        if load is not None:
-            self._loads[worker] = self._side(load)[worker] = load
-
-    def _side(self, load: WorkerLoad) -> dict[WorkerId, WorkerLoad]:
-        """Loads of those that have the same KV, and of them those that do the same."""
-        card = load.card
-        _, prefills, takers = self._sides.setdefault((card.name, *card.kv_identity), (card, {}, {}))
-        return prefills if load.role is Role.PREFILL else takers
+    def _look_at_workers(self) -> None:
+        """At those whose load has changed; the others keep what was worked out of them, as long as nobody comes, goes
+        or becomes another."""
+        changed: list[WorkerLoad] = []
+        is_same = True
+        for worker in sorted(self._stale):
+            known, before = self._workers.get(worker), self._loads.get(worker)
+            load = known.load() if known is not None else None
+            if load is None:
+                self._loads.pop(worker, None)
+                is_same = is_same and before is None
+                continue
+            self._loads[worker] = load
+            changed.append(load)
+            is_same = (
+                is_same
+                and before is not None
+                and load.card is before.card
+                and load.role is before.role
+                and load.node == before.node
+            )
+        self._stale.clear()
+        self._groups = (
+            tuple(group.updated(changed) for group in self._groups) if is_same else grouped(self._loads.values())
+        )
 
     def _look_at_nodes(self) -> Cluster:
         beats = {node: beat for node, (beat, _) in self._nodes.items()}

@@ -3,11 +3,9 @@
 request ─ admit ─▶ Rejection, or Candidates (one model card, its workers) ─ Policy.rank ─▶ Plan
 """
 
-import operator
-import sys
 from collections.abc import Sequence
 
-from halfmoon.scheduling.cluster import Cluster, WorkerLoad
+from halfmoon.scheduling.cluster import Cluster, WorkerLoad, Workers
 from halfmoon.scheduling.contract import Ask, Candidates, Costs
 from halfmoon.schemas.ids import ModelName
 from halfmoon.schemas.model import ModelCard
@@ -15,11 +13,6 @@ from halfmoon.schemas.splits import Role
 from halfmoon.schemas.wire import Error, ErrorCode
 
 MAX_NAMED_MODELS = 20
-
-
-# Each worker is looked at in every decision: by what runs in C, as long as all will do.
-_LIMIT_TOKENS = operator.attrgetter("limit_tokens")
-_NUM_WAITING = operator.attrgetter("num_waiting")
 
 
 def admit(model: ModelName, ask: Ask, cluster: Cluster, costs: Costs) -> Candidates | Error:
@@ -51,6 +44,8 @@ def admit(model: ModelName, ask: Ask, cluster: Cluster, costs: Costs) -> Candida
             message=f"all workers for {model!r} have {costs.max_waiting_per_worker} requests waiting; try again later",
             retry_after_s=costs.retry_after_s,
         )
+    if len(free) == 1:
+        return free[0]
     # Two groups mean that one model is being replaced by another build of it: the less busy one takes more.
     return min(free, key=lambda group: sum(worker.occupancy for worker in group.decodes) / len(group.decodes))
 
@@ -94,7 +89,7 @@ def _groups(model: ModelName, cluster: Cluster, ask: Ask) -> list[Candidates]:
             continue
         takers = group.takers
         if ask.has_chunks and not group.prefills:
-            takers = tuple(worker for worker in takers if worker.role is Role.COLOCATED) or takers
+            takers = Workers(worker for worker in takers if worker.role is Role.COLOCATED) or takers
         groups.append(Candidates(group.card, group.prefills, takers))
     return groups
 
@@ -105,7 +100,8 @@ def _needs_no_prefill(ask: Ask, group: Candidates) -> bool:
 
 def _fitting(group: Candidates, ask: Ask) -> Candidates | None:
     num_tokens = ask.num_tokens
-    if all(num_tokens < min(map(_LIMIT_TOKENS, side), default=sys.maxsize) for side in (group.prefills, group.decodes)):
+    limits = [Workers.of(side).table.limit_tokens for side in (group.prefills, group.decodes) if side]
+    if all(limit_tokens.min() > num_tokens for limit_tokens in limits):
         return group
     return _only(
         group,
@@ -117,7 +113,8 @@ def _fitting(group: Candidates, ask: Ask) -> Candidates | None:
 
 def _with_room(group: Candidates, ask: Ask, costs: Costs) -> Candidates | None:
     most = costs.max_waiting_per_worker
-    if all(max(map(_NUM_WAITING, side), default=0) < most for side in (group.prefills, group.decodes)):
+    lines = [Workers.of(side).table.num_waiting for side in (group.prefills, group.decodes) if side]
+    if all(num_waiting.max() < most for num_waiting in lines):
         return group
     return _only(
         group,
@@ -133,4 +130,4 @@ def _only(
     """The group with no others than these; None where it can't serve any more."""
     if ask.has_chunks and not prefills:
         decodes = tuple(worker for worker in decodes if worker.role is Role.COLOCATED)
-    return Candidates(group.card, prefills, decodes) if decodes else None
+    return Candidates(group.card, Workers(prefills), Workers(decodes)) if decodes else None

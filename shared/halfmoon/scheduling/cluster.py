@@ -1,7 +1,12 @@
 """What a scheduler decides on: the workers and pools that are there, and how busy."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
 
 from halfmoon.schemas.ids import ModelName, NodeId, WorkerId
 from halfmoon.schemas.model import ModelCard
@@ -47,15 +52,98 @@ class WorkerLoad:
         object.__setattr__(self, "occupancy", self.num_requests / max(1, self.max_requests))
         object.__setattr__(self, "fullness", self.occupancy + self.used)
 
+    @property
+    def column(self) -> tuple[float, ...]:
+        """What a `Table` has of it."""
+        return (
+            self.num_requests,
+            self.num_waiting,
+            self.queued_tokens,
+            self.queued_pairs,
+            self.context_tokens,
+            self.limit_tokens,
+            self.fullness,
+        )
+
+
+class Table(NamedTuple):
+    """Of some workers, in their order, float64: what is reckoned for all of them is one operation."""
+
+    num_requests: npt.NDArray[np.float64]
+    num_waiting: npt.NDArray[np.float64]
+    queued_tokens: npt.NDArray[np.float64]
+    queued_pairs: npt.NDArray[np.float64]
+    context_tokens: npt.NDArray[np.float64]
+    limit_tokens: npt.NDArray[np.float64]
+    fullness: npt.NDArray[np.float64]
+
+
+class Roster:
+    """Who some workers are, and where: what stays while their load changes."""
+
+    def __init__(self, workers: Iterable[WorkerLoad]) -> None:
+        self.places: dict[WorkerId, int] = {}
+        self.on: dict[NodeId, list[int]] = {}
+        self.colocated: list[int] = []
+        for place, worker in enumerate(workers):
+            self.places[worker.worker] = place
+            self.on.setdefault(worker.node, []).append(place)
+            if worker.role is Role.COLOCATED:
+                self.colocated.append(place)
+
+    def near(self, nodes: Iterable[NodeId], workers: Iterable[WorkerId]) -> list[int]:
+        """Places of those that are on one of the nodes, or named."""
+        places = [place for node in nodes for place in self.on.get(node, ())]
+        return places + [self.places[worker] for worker in workers if worker in self.places]
+
+
+class Workers(tuple[WorkerLoad, ...]):
+    """Workers that do the same. From one decision to the next, few of them change: the rest isn't looked at again."""
+
+    @classmethod
+    def of(cls, workers: Sequence[WorkerLoad]) -> "Workers":
+        return workers if isinstance(workers, cls) else cls(workers)
+
+    def updated(self, loads: Iterable[WorkerLoad]) -> "Workers":
+        """With these in the places of the same workers' former ones. Those of others are ignored."""
+        places = self.roster.places
+        changed = [(places[load.worker], load) for load in loads if load.worker in places]
+        if not changed:
+            return self
+        workers, rows = list(self), self._rows.copy()
+        for place, load in changed:
+            workers[place] = load
+            rows[:, place] = load.column
+        new = Workers(workers)
+        vars(new).update(roster=self.roster, _rows=rows)
+        return new
+
+    @cached_property
+    def roster(self) -> Roster:
+        return Roster(self)
+
+    @cached_property
+    def table(self) -> Table:
+        return Table(*self._rows)
+
+    @cached_property
+    def _rows(self) -> npt.NDArray[np.float64]:
+        """One for each field of `Table`, one column for each worker."""
+        columns = [worker.column for worker in self]
+        return np.array(columns, np.float64).reshape(-1, len(Table._fields)).T.copy()
+
 
 @dataclass(frozen=True, slots=True)
 class Group:
     """Workers that have the same KV, and so can work together."""
 
     card: ModelCard
-    prefills: tuple[WorkerLoad, ...]
-    takers: tuple[WorkerLoad, ...]
+    prefills: Workers
+    takers: Workers
     """Decode and colocated ones."""
+
+    def updated(self, loads: Sequence[WorkerLoad]) -> "Group":
+        return Group(self.card, self.prefills.updated(loads), self.takers.updated(loads))
 
 
 def grouped(workers: Iterable[WorkerLoad]) -> tuple[Group, ...]:
@@ -64,7 +152,7 @@ def grouped(workers: Iterable[WorkerLoad]) -> tuple[Group, ...]:
         card = worker.card
         _, prefills, takers = sides.setdefault((card.name, *card.kv_identity), (card, [], []))
         (prefills if worker.role is Role.PREFILL else takers).append(worker)
-    return tuple(Group(card, tuple(prefills), tuple(takers)) for card, prefills, takers in sides.values())
+    return tuple(Group(card, Workers(prefills), Workers(takers)) for card, prefills, takers in sides.values())
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,8 +4,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+import numpy as np
+import numpy.typing as npt
+
 from halfmoon.scheduling.cluster import WorkerLoad
 from halfmoon.schemas.ids import NodeId
+
+Column = Sequence[float] | npt.NDArray[np.float64]
+"""One number for each worker, in their order."""
 
 
 def token_pairs(num_tokens: int, num_reused: int) -> float:
@@ -42,13 +48,13 @@ class Estimates(Protocol):
         """What no pull of so much between two nodes is quicker than; 0 where that isn't known."""
         return 0.0
 
-    def prefills_s(self, workers: Sequence[WorkerLoad], num_tokens: int, num_reused: int) -> list[float]:
+    def prefills_s(self, workers: Sequence[WorkerLoad], num_tokens: int, num_reused: int) -> Column:
         return [self.prefill_s(worker, num_tokens, num_reused) for worker in workers]
 
-    def queues_s(self, workers: Sequence[WorkerLoad]) -> list[float]:
+    def queues_s(self, workers: Sequence[WorkerLoad]) -> Column:
         return [self.queue_s(worker) for worker in workers]
 
-    def next_tbts_s(self, workers: Sequence[WorkerLoad], num_tokens: int) -> list[float]:
+    def next_tbts_s(self, workers: Sequence[WorkerLoad], num_tokens: int) -> Column:
         """TBT of each worker with one more request, of so many tokens."""
         return [self.tbt_s(worker, worker.num_requests + 1, worker.context_tokens + num_tokens) for worker in workers]
 

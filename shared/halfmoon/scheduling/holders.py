@@ -112,6 +112,9 @@ class HolderSets:
 
     def visible(self, numbers: Sequence[int]) -> tuple[frozenset[NodeId], ...]:
         """The trusted nodes of each set, up to the first that has none."""
+        if numbers and numbers.count(numbers[0]) == len(numbers):  # mostly: chunks of one prompt go together
+            nodes = self._visible[numbers[0]] or self._reveal(numbers[0])
+            return (nodes,) * len(numbers) if nodes else ()
         found = tuple(map(self._visible.__getitem__, numbers))
         return found if all(found) else tuple(takewhile(bool, map(self._reveal, numbers)))
 

@@ -6,11 +6,12 @@ before is gone; an event of an older one is too late to matter.
 
 from collections.abc import Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass
 from typing import Final, assert_never
 
+import msgspec
+
 from halfmoon.scheduling.holders import NOBODY, HolderSets
-from halfmoon.scheduling.runs import ChunkRuns
+from halfmoon.scheduling.runs import ChunkRuns, cut
 from halfmoon.schemas.chunks import (
     ChunkEvent,
     ChunkEvicted,
@@ -27,8 +28,7 @@ _SWEEP_SHARE: Final = 8
 _SWEEP_STEP: Final = 2000
 
 
-@dataclass(frozen=True, slots=True)
-class Match:
+class Match(msgspec.Struct, frozen=True):
     """A prompt's cached prefix: its chunks up to the first that no live node holds."""
 
     holders: tuple[frozenset[NodeId], ...] = ()
@@ -69,7 +69,8 @@ class ChunkIndex:
         self._epochs: dict[NodeId, int] = {}
         self._live: dict[NodeId, int] | None = None
         """What the sets' visible nodes were worked out from; None where they have to be anew."""
-        self._to_sweep: list[ChunkKey] = []
+        self._to_sweep: list[bytes] = []
+        """Keys, as the runs had them when the sweep began."""
 
     @classmethod
     def of(cls, placements: Iterable[ChunkPlacement], epochs: Mapping[NodeId, int]) -> "ChunkIndex":
@@ -168,10 +169,12 @@ class ChunkIndex:
         if not self._to_sweep:
             if self._sets.num_orphans * _SWEEP_SHARE <= len(self._numbers):
                 return
-            self._to_sweep = list(self._numbers)
-        for key in self._to_sweep[-_SWEEP_STEP:]:
-            number = self._numbers.get(key, NOBODY)
-            if number != NOBODY and self._sets.is_empty(number):
-                self._numbers.remove(key)
-                self._sets.forget(number)
-        del self._to_sweep[-_SWEEP_STEP:]
+            self._to_sweep = self._numbers.stretches()
+        num_looked_at = 0
+        while self._to_sweep and num_looked_at < _SWEEP_STEP:
+            for key in cut(self._to_sweep.pop()):
+                num_looked_at += 1
+                number = self._numbers.get(key, NOBODY)
+                if number != NOBODY and self._sets.is_empty(number):
+                    self._numbers.remove(key)
+                    self._sets.forget(number)

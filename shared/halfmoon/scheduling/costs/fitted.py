@@ -8,15 +8,18 @@ Where nobody has measured, the assumptions of the settings hold (`Assumed`), and
 `Regression` says how a line is fitted; a worker's or pair's own begins where that of its like stands.
 """
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
-from halfmoon.scheduling.cluster import WorkerLoad
+import numpy as np
+
+from halfmoon.scheduling.cluster import WorkerLoad, Workers
 from halfmoon.scheduling.costs.ladder import Ladder
 from halfmoon.scheduling.costs.regression import Regression
 from halfmoon.scheduling.costs.traffic import Traffic
-from halfmoon.scheduling.estimates import Assumed, Estimates, token_pairs
+from halfmoon.scheduling.costs.workers import Key, WorkerModels
+from halfmoon.scheduling.estimates import Assumed, Column, Estimates, token_pairs
 from halfmoon.scheduling.topology import distance, link_class
 from halfmoon.schemas.ids import NodeId, WorkerId
 from halfmoon.schemas.measurements import DecodeSample, PrefillSample, PullSample
@@ -28,10 +31,9 @@ FIRST_LATENCY_S = 0.002
 QUADRATIC_AT_TOKENS = 8_192
 """Length at which attention may well cost a quarter of all else: how much freedom the quadratic term has at first."""
 _ALL = "all links"
+_REFRESH_EVERY = 256
 _LONG = 64
 """Characters of a fingerprint, which is shown by its first few."""
-
-Key = tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,17 +55,16 @@ class Fitted(Estimates):
     def __init__(self, assumed: Assumed, traffic: Traffic) -> None:
         self._assumed = assumed
         self._traffic = traffic
-        self._prefill: Ladder[Key] = Ladder(self._first_prefill)
-        self._tbt: Ladder[Key] = Ladder(self._first_tbt)
+        self._prefill = WorkerModels(self._first_prefill)
+        self._tbt = WorkerModels(self._first_tbt)
         self._pull: Ladder[Key] = Ladder(lambda _: self._first_pull(assumed.pull_bytes_per_s))
         self._ssd: Ladder[Key] = Ladder(lambda _: self._first_pull(assumed.ssd_bytes_per_s))
         self._labels: dict[NodeId, Mapping[str, str]] = {}
-        self._prefill_of: dict[WorkerId, tuple[float, ...] | None] = {}
-        self._tbt_of: dict[WorkerId, tuple[float, ...] | None] = {}
-        self._pull_of: dict[tuple[NodeId, NodeId], tuple[float, ...]] = {}
-        self._least_pull: tuple[float, float] | None = None
-        self._asked: tuple[Sequence[WorkerLoad], list[Any]] = ((), [])
-        """What has been looked up, until a model changes."""
+        self._pull_of: dict[tuple[NodeId, NodeId], Regression | None] = {}
+        """As found last, until a model or a label comes or goes."""
+        self._least_pull = (math.inf, math.inf)
+        """What no model of a pull says less than, or said less since it was looked for."""
+        self._num_pulled = 0
 
     # What was measured
 
@@ -84,14 +85,11 @@ class Fitted(Estimates):
     def prefilled(self, worker: WorkerId, like: Key, sample: PrefillSample) -> None:
         num_new = sample.num_tokens - sample.num_reused
         features = (1.0, float(num_new), token_pairs(sample.num_tokens, sample.num_reused))
-        self._prefill.observe(((worker,), like), features, sample.duration_s)
-        self._prefill_of.clear()
-        self._asked = ((), [])
+        self._prefill.observe(worker, like, features, sample.duration_s)
 
     def decoded(self, worker: WorkerId, like: Key, sample: DecodeSample) -> None:
         features = (1.0, float(sample.batch), float(sample.context_tokens))
-        self._tbt.observe(((worker,), like), features, sample.step_s)
-        self._tbt_of.clear()
+        self._tbt.observe(worker, like, features, sample.step_s)
 
     def pulled(self, destination: NodeId, sample: PullSample) -> None:
         """What was under way besides shared the link: with it, the time tells the link's bandwidth."""
@@ -101,9 +99,10 @@ class Fitted(Estimates):
             self._ssd.observe(((source,), (_ALL,)), features, sample.duration_s)
         else:
             pair = (source, destination)
-            self._pull.observe((pair, (self._class(*pair),), (_ALL,)), features, sample.duration_s)
-            self._pull_of.clear()
-            self._least_pull = None
+            keys = (pair, (self._class(*pair),), (_ALL,))
+            if self._pull.observe(keys, features, sample.duration_s):
+                self._pull_of.clear()
+            self._bound_pulls([self._pull.find(key) for key in keys])
 
     def place(self, node: NodeId, labels: Mapping[str, str]) -> None:
         """Where a node is."""
@@ -113,74 +112,52 @@ class Fitted(Estimates):
 
     def forget(self, worker: WorkerId) -> None:
         """It is gone: under its name another one may come, on other hardware."""
-        self._prefill.forget((worker,))
-        self._tbt.forget((worker,))
-        self._prefill_of.pop(worker, None)
-        self._asked = ((), [])
-        self._tbt_of.pop(worker, None)
+        self._prefill.forget(worker)
+        self._tbt.forget(worker)
 
     # What policies ask
 
     def prefill_s(self, worker: WorkerLoad, num_tokens: int, num_reused: int) -> float:
-        model = self._prefill_model(worker)
+        model = self._prefill.of(worker)
         if model is None:
             return self._assumed.prefill_s(worker, num_tokens, num_reused)
         num_new = num_tokens - num_reused
         return model[0] + num_new * (model[1] + model[2] * (num_reused + num_new / 2))
 
-    def prefills_s(self, workers: Sequence[WorkerLoad], num_tokens: int, num_reused: int) -> list[float]:
-        models = self._prefill_models(workers)
-        if None in models:
+    def prefills_s(self, workers: Sequence[WorkerLoad], num_tokens: int, num_reused: int) -> Column:
+        models = self._prefill.columns(Workers.of(workers))
+        if models is None:
             return super().prefills_s(workers, num_tokens, num_reused)
-        num_new = num_tokens - num_reused
-        pairs = token_pairs(num_tokens, num_reused)
-        return [a + num_new * b + pairs * c for a, b, c in models]
+        a, b, c = models
+        return a + (num_tokens - num_reused) * b + token_pairs(num_tokens, num_reused) * c
 
-    def queues_s(self, workers: Sequence[WorkerLoad]) -> list[float]:
-        models = self._prefill_models(workers)
-        if None in models:
+    def queues_s(self, workers: Sequence[WorkerLoad]) -> Column:
+        workers = Workers.of(workers)
+        models = self._prefill.columns(workers)
+        if models is None:
             return super().queues_s(workers)
-        return [
-            worker.num_requests * a + worker.queued_tokens * b + worker.queued_pairs * c
-            if worker.queued_tokens
-            else 0.0
-            for worker, (a, b, c) in zip(workers, models, strict=True)
-        ]
+        a, b, c = models
+        load = workers.table
+        queues_s = load.num_requests * a + load.queued_tokens * b + load.queued_pairs * c
+        return np.where(load.queued_tokens, queues_s, 0.0)
 
-    def next_tbts_s(self, workers: Sequence[WorkerLoad], num_tokens: int) -> list[float]:
-        known = self._tbt_of
-        try:
-            models: list[Any] = [known[worker.worker] for worker in workers]
-        except KeyError:
+    def next_tbts_s(self, workers: Sequence[WorkerLoad], num_tokens: int) -> Column:
+        workers = Workers.of(workers)
+        models = self._tbt.columns(workers)
+        if models is None:
             return super().next_tbts_s(workers, num_tokens)
-        if None in models:
-            return super().next_tbts_s(workers, num_tokens)
-        return [
-            a + (worker.num_requests + 1) * b + (worker.context_tokens + num_tokens) * c
-            for worker, (a, b, c) in zip(workers, models, strict=True)
-        ]
+        a, b, c = models
+        load = workers.table
+        return a + (load.num_requests + 1) * b + (load.context_tokens + num_tokens) * c
 
     def least_pull_s(self, num_bytes: int) -> float:
-        if self._least_pull is None:
-            models = [model.coefficients for _, model in self._pull.items()] or [
-                (0.0, 1 / self._assumed.pull_bytes_per_s)
-            ]
-            self._least_pull = (min(model[0] for model in models), min(model[1] for model in models))
-        return self._least_pull[0] + num_bytes * self._least_pull[1] if num_bytes > 0 else 0.0
-
-    def _prefill_models(self, workers: Sequence[WorkerLoad]) -> list[Any]:
-        """Of one decision's workers, asked for several times."""
-        if workers is not self._asked[0]:
-            known = self._prefill_of
-            try:
-                models = [known[worker.worker] for worker in workers]
-            except KeyError:
-                models = [self._prefill_model(worker) for worker in workers]
-            self._asked = (workers, models)
-        return self._asked[1]
+        latency_s, per_byte_s = self._least_pull
+        if math.isinf(latency_s):
+            latency_s, per_byte_s = 0.0, 1 / self._assumed.pull_bytes_per_s
+        return latency_s + num_bytes * per_byte_s if num_bytes > 0 else 0.0
 
     def queue_s(self, worker: WorkerLoad) -> float:
-        model = self._prefill_model(worker)
+        model = self._prefill.of(worker)
         if model is None:
             return self._assumed.queue_s(worker)
         if not worker.queued_tokens:
@@ -195,11 +172,7 @@ class Fitted(Estimates):
         return read_s + latency_s + (num_bytes + self._traffic.ahead(source, destination)) * per_byte_s
 
     def tbt_s(self, worker: WorkerLoad, batch: int, context_tokens: int) -> float:
-        try:
-            model = self._tbt_of[worker.worker]
-        except KeyError:
-            found = self._tbt.find((worker.worker,), _like(worker))
-            model = self._tbt_of[worker.worker] = None if found is None else found.coefficients
+        model = self._tbt.of(worker)
         if model is None:
             return self._assumed.tbt_s(worker, batch, context_tokens)
         return model[0] + model[1] * batch + model[2] * context_tokens
@@ -209,28 +182,33 @@ class Fitted(Estimates):
 
     def fits(self) -> Iterator[Fit]:
         """Every model that has learned something."""
-        kinds = (("prefill", self._prefill), ("tbt", self._tbt), ("pull", self._pull), ("ssd", self._ssd))
+        kinds = (
+            ("prefill", self._prefill.ladder),
+            ("tbt", self._tbt.ladder),
+            ("pull", self._pull),
+            ("ssd", self._ssd),
+        )
         for kind, ladder in kinds:
             for key, model in ladder.items():
                 subject = ("→" if kind == "pull" else " ").join(part if len(part) < _LONG else part[:8] for part in key)
                 yield Fit(kind, subject, model.coefficients, model.num_samples, model.error)
 
-    def _prefill_model(self, worker: WorkerLoad) -> tuple[float, ...] | None:
-        try:
-            return self._prefill_of[worker.worker]
-        except KeyError:
-            found = self._prefill.find((worker.worker,), _like(worker))
-            model = self._prefill_of[worker.worker] = None if found is None else found.coefficients
-            return model
-
     def _pull_model(self, source: NodeId, destination: NodeId) -> tuple[float, ...]:
         pair = (source, destination)
-        model = self._pull_of.get(pair)
-        if model is None:
-            found = self._pull.find(pair, (self._class(*pair),), (_ALL,))
-            model = found.coefficients if found else (0.0, 1 / self._assumed.pull_bytes_per_s)
-            self._pull_of[pair] = model
-        return model
+        try:
+            model = self._pull_of[pair]
+        except KeyError:
+            model = self._pull_of[pair] = self._pull.find(pair, (self._class(*pair),), (_ALL,))
+        return (0.0, 1 / self._assumed.pull_bytes_per_s) if model is None else model.coefficients
+
+    def _bound_pulls(self, changed: Sequence[Regression | None]) -> None:
+        """A bound may be below what it bounds, and cheaply so: all models are looked at but once in a while."""
+        self._num_pulled += 1
+        if self._num_pulled % _REFRESH_EVERY == 0:
+            self._least_pull = (math.inf, math.inf)
+            changed = [model for _, model in self._pull.items()]
+        least = [self._least_pull, *(model.coefficients for model in changed if model is not None)]
+        self._least_pull = (min(each[0] for each in least), min(each[1] for each in least))
 
     def _read_s(self, node: NodeId, num_bytes: int) -> float:
         found = self._ssd.find((node,), (_ALL,))
@@ -254,7 +232,3 @@ class Fitted(Estimates):
     @staticmethod
     def _first_pull(bytes_per_s: float) -> Regression:
         return Regression((FIRST_LATENCY_S, 1 / bytes_per_s), (2 * FIRST_LATENCY_S, 1 / bytes_per_s))
-
-
-def _like(worker: WorkerLoad) -> Key:
-    return (worker.card.name, worker.card.fingerprint, worker.role.value)

@@ -22,8 +22,10 @@ class Ladder(Generic[K]):
         self._first = first
         self._models: dict[K, Regression] = {}
 
-    def observe(self, keys: Sequence[K], features: Sequence[float], seconds: float) -> None:
-        """`keys`: from the most particular to the most general."""
+    def observe(self, keys: Sequence[K], features: Sequence[float], seconds: float) -> bool:
+        """`keys`: from the most particular to the most general. Returns whether that made a model: what `find` says
+        may be another one from then on."""
+        is_new = False
         above: Regression | None = None
         for key in reversed(keys):
             model = self._models.get(key)
@@ -32,8 +34,10 @@ class Ladder(Generic[K]):
                 if len(self._models) >= MAX_MODELS:
                     del self._models[next(iter(self._models))]
                 self._models[key] = model
+                is_new = True
             model.observe(features, seconds)
             above = model
+        return is_new
 
     def find(self, *keys: K) -> Regression | None:
         return next((model for key in keys if (model := self._models.get(key)) is not None), None)

@@ -15,7 +15,10 @@ that others have ended.
 
 from collections.abc import Callable, Sequence
 
-from halfmoon.scheduling.cluster import WorkerLoad
+import numpy as np
+import numpy.typing as npt
+
+from halfmoon.scheduling.cluster import Roster, WorkerLoad, Workers
 from halfmoon.scheduling.contract import Ask, Costs, DecodeChoice, PrefillChoice
 from halfmoon.scheduling.policies.ranking import best, lot
 from halfmoon.schemas.model import ModelCard
@@ -45,29 +48,21 @@ class Decoding:
         self._num_coming = min(TYPICAL_COMPLETION_TOKENS, ask.max_tokens or TYPICAL_COMPLETION_TOKENS)
 
     def rank(self, workers: Sequence[WorkerLoad]) -> tuple[DecodeChoice, ...]:
-        tbts_s = self._estimates.next_tbts_s(workers, self._ask.num_tokens)
-        num_coming, prefill, hot = self._num_coming, self._prefill, self._ask.hot
-        if prefill is None:
-            here_s = away_s = 0.0
-        else:
-            # All wait for the same prefill, but those that have everything hot, or prefill for themselves.
-            here_s, node = prefill.cost_s, prefill.worker.node
-            num_bytes = self._ask.num_tokens * self._card.kv_bytes_per_token
-            away_s = here_s + self._estimates.least_pull_s(num_bytes)
-        colocated = Role.COLOCATED
-        bounds = [
-            num_coming * tbt_s
-            + FULL_BATCH_COST_S * worker.fullness
-            + (
-                0.0
-                if prefill is None or worker.role is colocated or worker.worker in hot
-                else here_s
-                if worker.node == node
-                else away_s
-            )
-            for worker, tbt_s in zip(workers, tbts_s, strict=True)
-        ]
+        workers = Workers.of(workers)
+        tbts_s = np.asarray(self._estimates.next_tbts_s(workers, self._ask.num_tokens))
+        bounds = self._num_coming * tbts_s + FULL_BATCH_COST_S * workers.table.fullness
+        if self._prefill is not None:
+            bounds += self._until_there_s(workers.roster, self._prefill)
         return tuple(best(bounds, workers, self._choose, self._key, self._num_choices))
+
+    def _until_there_s(self, roster: Roster, prefill: PrefillChoice) -> npt.NDArray[np.float64]:
+        """Seconds until the prompt's KV is in each worker's engine, at least. All wait for the same prefill, but those
+        that have everything hot, or prefill for themselves."""
+        num_bytes = self._ask.num_tokens * self._card.kv_bytes_per_token
+        until_s = np.full(len(roster.places), prefill.cost_s + self._estimates.least_pull_s(num_bytes))
+        until_s[roster.on.get(prefill.worker.node, [])] = prefill.cost_s
+        until_s[roster.colocated + roster.near((), self._ask.hot)] = 0.0
+        return until_s
 
     def _key(self, choice: DecodeChoice) -> tuple[float, ...]:
         prefill, worker = self._prefill, choice.worker

@@ -22,10 +22,11 @@ Never by longest match alone: that sends all load to one node where every prompt
 Decode goes where the request would end first; see `decoding`.
 """
 
-import operator
 from collections.abc import Sequence
 
-from halfmoon.scheduling.cluster import WorkerLoad
+import numpy as np
+
+from halfmoon.scheduling.cluster import WorkerLoad, Workers
 from halfmoon.scheduling.contract import Ask, Candidates, Costs, Plan, PrefillChoice, Replication
 from halfmoon.scheduling.policies.balance import IDLE_S, Balance
 from halfmoon.scheduling.policies.decoding import Decoding
@@ -49,7 +50,7 @@ class KvCentric:
         prefills: tuple[PrefillChoice, ...] = ()
         replication: Replication | None = None
         if ask.has_chunks:
-            queues_s = estimates.queues_s(candidates.prefills)
+            queues_s = np.asarray(estimates.queues_s(candidates.prefills)).tolist()
             self.balance.observe(queues_s)
             prefills = prefilling.rank(candidates.prefills, queues_s)
             if prefills:
@@ -76,19 +77,14 @@ class _Prefilling:
     def rank(self, workers: Sequence[WorkerLoad], queues_s: Sequence[float]) -> tuple[PrefillChoice, ...]:
         ask, estimates, prefix = self._ask, self._estimates, self._prefix
         num_best = len(ask.match)
-        without_s = estimates.prefills_s(workers, ask.num_tokens, 0)
-        if not num_best and not ask.hot:
-            bounds = list(map(operator.add, queues_s, without_s))
-        else:
+        bounds = np.asarray(estimates.prefills_s(workers, ask.num_tokens, 0))
+        if num_best or ask.hot:
             num_most = max(num_best, max(ask.hot.values(), default=0))
-            with_s = estimates.prefills_s(workers, ask.num_tokens, self._tokens(num_most))
-            least_s = self._least_pull_s
-            hot, holders = ask.hot, prefix.holders
-            bounds = [
-                queue_s
-                + (whole_s if worker.worker in hot or worker.node in holders else min(none_s, least_s + whole_s))
-                for worker, queue_s, none_s, whole_s in zip(workers, queues_s, without_s, with_s, strict=True)
-            ]
+            with_s = np.asarray(estimates.prefills_s(workers, ask.num_tokens, self._tokens(num_most)))
+            near = Workers.of(workers).roster.near(prefix.holders, ask.hot)
+            bounds = np.minimum(bounds, self._least_pull_s + with_s)
+            bounds[near] = with_s[near]
+        bounds = bounds + queues_s
         return tuple(best(bounds, workers, self.choose, self._key, self._num_choices))
 
     def _key(self, choice: PrefillChoice) -> tuple[float, ...]:

@@ -8,13 +8,16 @@ import zlib
 from collections.abc import Callable, Iterable, Sequence
 from typing import TypeVar
 
+import numpy as np
+
 from halfmoon.scheduling.cluster import WorkerLoad
 from halfmoon.scheduling.contract import Ask, Costs, DecodeChoice, PrefillChoice
+from halfmoon.scheduling.estimates import Column
 from halfmoon.schemas.model import ModelCard
 
 C = TypeVar("C", PrefillChoice, DecodeChoice)
 
-_KEY = operator.itemgetter(0)
+_COST_S = operator.attrgetter("cost_s")
 
 _ROUNDING = 1e-9
 """A bound and the cost that it bounds are summed in different order."""
@@ -26,7 +29,7 @@ def lot(ask: Ask, worker: WorkerLoad) -> int:
 
 
 def best(
-    bounds: Sequence[float],
+    bounds: Column,
     workers: Sequence[WorkerLoad],
     choose: Callable[[WorkerLoad], C],
     key: Callable[[C], tuple[float, ...]],
@@ -37,18 +40,27 @@ def best(
     The same as choosing for all workers and sorting: once a bound is above the worst of enough choices, no later one
     can be among them.
     """
-    found: list[tuple[tuple[float, ...], C]] = []
-    worst = math.inf
-    """Cost of the last of enough choices."""
-    for place in sorted(range(len(workers)), key=bounds.__getitem__):
-        if bounds[place] > worst + _ROUNDING:
+    bounds = np.asarray(bounds)
+    order = bounds.argsort()
+    found: list[C] = []
+    costs_s: list[float] = []
+    """The least, in order."""
+    worst_s = math.inf
+    """The last of them, where they are enough."""
+    for place, bound_s in zip(order.tolist(), bounds[order].tolist(), strict=True):
+        if bound_s > worst_s + _ROUNDING:
             break
         choice = choose(workers[place])
-        if choice.cost_s <= worst:
-            bisect.insort(found, (key(choice), choice), key=_KEY)
-            del found[num_choices:]
-            worst = found[-1][0][0] if len(found) == num_choices else math.inf
-    return [choice for _, choice in found]
+        if choice.cost_s <= worst_s:
+            found.append(choice)
+            bisect.insort(costs_s, choice.cost_s)
+            del costs_s[num_choices:]
+            if len(costs_s) == num_choices:
+                worst_s = costs_s[-1]
+    found = [choice for choice in found if choice.cost_s <= worst_s]
+    # What comes after the cost matters to equals only, and there seldom are any.
+    are_equal = len(found) > len(set(map(_COST_S, found)))
+    return sorted(found, key=key if are_equal else _COST_S)[:num_choices]
 
 
 def local_prefill(ask: Ask, worker: WorkerLoad, card: ModelCard, costs: Costs) -> PrefillChoice:

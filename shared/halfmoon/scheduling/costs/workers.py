@@ -1,0 +1,52 @@
+"""Models of one kind for every worker: its own where it has shown something, else that of its like. Pure.
+
+A decision asks for all workers at once, and their models change seldom: so the coefficients of the workers that were
+asked for last are kept as columns, until any of them changes.
+"""
+
+from collections.abc import Callable
+
+import numpy as np
+import numpy.typing as npt
+
+from halfmoon.scheduling.cluster import Roster, WorkerLoad, Workers
+from halfmoon.scheduling.costs.ladder import Ladder
+from halfmoon.scheduling.costs.regression import Regression
+from halfmoon.schemas.ids import WorkerId
+
+Key = tuple[str, ...]
+Coefficients = tuple[npt.NDArray[np.float64], ...]
+
+
+class WorkerModels:
+    def __init__(self, first: Callable[[Key], Regression]) -> None:
+        self.ladder: Ladder[Key] = Ladder(first)
+        self._of: dict[WorkerId, Regression | None] = {}
+        """As found last, until a model comes or goes."""
+        self._columns: tuple[Roster, Coefficients | None] | None = None
+
+    def observe(self, worker: WorkerId, like: Key, features: tuple[float, ...], seconds: float) -> None:
+        if self.ladder.observe(((worker,), like), features, seconds):
+            self._of.clear()
+        self._columns = None
+
+    def forget(self, worker: WorkerId) -> None:
+        self.ladder.forget((worker,))
+        self._of.pop(worker, None)
+        self._columns = None
+
+    def of(self, worker: WorkerLoad) -> tuple[float, ...] | None:
+        """Its coefficients; None where neither it nor any of its like has shown anything."""
+        try:
+            model = self._of[worker.worker]
+        except KeyError:
+            like = (worker.card.name, worker.card.fingerprint, worker.role.value)
+            model = self._of[worker.worker] = self.ladder.find((worker.worker,), like)
+        return None if model is None else model.coefficients
+
+    def columns(self, workers: Workers) -> Coefficients | None:
+        """First, second and third coefficients of these workers; None where one of them has no model."""
+        if self._columns is None or self._columns[0] is not workers.roster:
+            known = [model for worker in workers if (model := self.of(worker)) is not None]
+            self._columns = (workers.roster, tuple(np.array(known).T) if len(known) == len(workers) > 0 else None)
+        return self._columns[1]
