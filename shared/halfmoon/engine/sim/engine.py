@@ -159,15 +159,15 @@ class SimEngine:
         tokens = sequence.spec.tokens
         spec = check_decode(sequence.spec, num_computed)
         sequence.is_running = True
-        asked_s = time.monotonic()
+        ready_s = time.monotonic()
         try:
             if num_computed < len(tokens) - 1:
                 async with self._computing:
-                    await self._compute(sequence, num_computed, len(tokens) - 1, asked_s)
+                    await self._compute(sequence, num_computed, len(tokens) - 1, ready_s)
+                    ready_s = self._computed_s
             prompt_bytes = (len(tokens) - spec.num_known) * KV_BYTES_PER_TOKEN
             # The last token of the prompt is part of the first step.
             self._fill(sequence, len(tokens) - 1, len(tokens))
-            ready_s = max(asked_s, self._computed_s) if num_computed < len(tokens) - 1 else asked_s
             seed = completion_seed(memoryview(sequence.kv)[:prompt_bytes])
             last = spec.num_known + sequence.spec.max_tokens - len(tokens)
             limit = last if spec.sampling.max_tokens is None else min(last, spec.sampling.max_tokens)
