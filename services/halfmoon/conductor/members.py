@@ -4,6 +4,7 @@ A heartbeat is up to 250 ms old. Every conductor hears every half that any of th
 once; otherwise a burst would all go to the worker that looked free when it began.
 """
 
+import operator
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -34,6 +35,9 @@ MAX_MEMBERS = 10_000
 _CONDUCTOR = "conductor"
 HEARTBEAT_LAG_S = 0.1
 """A heartbeat heard this long after a half was, counts it."""
+
+_PLACE = operator.attrgetter("state", "epoch", "labels", "queued_transfers")
+"""Of a pool's heartbeat: what a cluster says of it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,9 +134,10 @@ class Members:
             case WorkerHeartbeat():
                 return self._hear_worker(heartbeat, now_s, heard_s)
             case NodeHeartbeat():
-                self._places = self._cluster = None
                 known = self._nodes.get(heartbeat.node)
                 if (known is None or known[0].epoch <= heartbeat.epoch) and len(self._nodes) < MAX_MEMBERS:
+                    if known is None or _PLACE(known[0]) != _PLACE(heartbeat):
+                        self._places = self._cluster = None
                     self._nodes[heartbeat.node] = (heartbeat, heard_s)
                     self.traffic.hear(heartbeat.node, heartbeat.receiving, now_s)
                 return None
@@ -195,12 +200,12 @@ class Members:
         reused = min(num_tokens - 1, max(len(half.reuse), half.num_hot) * card.chunk_tokens)
         sent = _Sent(num_tokens - reused, token_pairs(num_tokens, reused), 0, num_tokens, now_s)
         self._sent(known, half.request_id, sent)
-        pulled: Counter[NodeId] = Counter()
-        for sources in half.reuse[half.num_hot :]:
-            if sources and sources[0].node != known.beat.node:
-                pulled[sources[0].node] += card.payload_bytes(card.chunk_tokens)
+        pulled = Counter([sources[0].node for sources in half.reuse[half.num_hot :] if sources])
+        pulled.pop(known.beat.node, None)
         if pulled:
-            self.traffic.asked(known.beat.node, pulled, now_s)
+            chunk_bytes = card.payload_bytes(card.chunk_tokens)
+            num_bytes = {node: count * chunk_bytes for node, count in pulled.items()}
+            self.traffic.asked(known.beat.node, num_bytes, now_s)
 
     def sent_decode(self, worker: WorkerId, half: DecodeHalf, now_s: float) -> None:
         known = self._workers.get(worker)

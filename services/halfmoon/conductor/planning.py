@@ -6,6 +6,8 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
+import msgspec
+
 from halfmoon.chunks.keys import Namespace, chunk_keys
 from halfmoon.conductor.copies import Copies
 from halfmoon.conductor.hot import HotIndex
@@ -122,7 +124,7 @@ class Planner:
             return candidates
         root = self.root(candidates.card, tenant)
         keys = chunk_keys(root, tokens, candidates.card.chunk_tokens)
-        ask = replace(ask, match=self._index().match(keys, cluster.nodes), hot=self._hot.leading(keys))
+        ask = msgspec.structs.replace(ask, match=self._index().match(keys, cluster.nodes), hot=self._hot.leading(keys))
         plan = self._policy.rank(ask, candidates, self._costs, self._turn)
         self._turn += 1
         self._instruments.decision.observe(time.perf_counter() - started_s)

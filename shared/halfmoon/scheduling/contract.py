@@ -4,6 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
+import msgspec
+
 from halfmoon.scheduling.cluster import WorkerLoad
 from halfmoon.scheduling.estimates import Assumed, Estimates
 from halfmoon.scheduling.index import Match
@@ -24,8 +26,7 @@ class Costs:
     """Workers that a plan names for each half: nobody asks more than a few."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Ask:
+class Ask(msgspec.Struct, frozen=True, kw_only=True):
     """What a request needs."""
 
     request_id: RequestId
@@ -34,8 +35,8 @@ class Ask:
     max_tokens: int | None
     has_chunks: bool
     """Whether prefill has anything to do for it. A prompt of one token leaves all to decode."""
-    match: Match = field(default_factory=Match)
-    hot: Mapping[WorkerId, int] = field(default_factory=dict)
+    match: Match = Match()
+    hot: Mapping[WorkerId, int] = msgspec.field(default_factory=dict)
     """Leading chunks of the prompt that workers' engines hold in their own caches; who isn't named has none."""
 
     def num_hot(self, worker: WorkerId) -> int:
@@ -53,8 +54,7 @@ class Candidates:
     """Decode and colocated workers."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PrefillChoice:
+class PrefillChoice(msgspec.Struct, frozen=True, kw_only=True):
     worker: WorkerLoad
     num_reused: int
     """Chunks that it is to take from the pool; the rest is cheaper to compute, or nowhere."""
@@ -66,8 +66,7 @@ class PrefillChoice:
     """Estimated time until the prompt's KV is there: queue, pull and compute."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DecodeChoice:
+class DecodeChoice(msgspec.Struct, frozen=True, kw_only=True):
     worker: WorkerLoad
     cost_s: float = 0.0
     """What the choice was made by; see the policy."""

@@ -10,7 +10,8 @@ import heapq
 import itertools
 import zlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+
+import msgspec
 
 from halfmoon.scheduling.estimates import Estimates
 from halfmoon.scheduling.index import Match
@@ -24,8 +25,7 @@ MAX_SOURCES = 3
 _NOBODY: frozenset[NodeId] = frozenset()
 
 
-@dataclass(frozen=True, slots=True)
-class Held:
+class Held(msgspec.Struct, frozen=True):
     """What a node has itself."""
 
     num_leading: int = 0
@@ -34,8 +34,7 @@ class Held:
     """To get those of them that are on its SSD only."""
 
 
-@dataclass(frozen=True, slots=True)
-class Pull:
+class Pull(msgspec.Struct, frozen=True):
     """What it takes to have the whole prefix."""
 
     num_chunks: int
@@ -43,8 +42,7 @@ class Pull:
     total_s: float
 
 
-@dataclass(frozen=True, slots=True)
-class _Run:
+class _Run(msgspec.Struct, frozen=True):
     """Consecutive chunks with the same holders."""
 
     holders: frozenset[NodeId]

@@ -76,8 +76,11 @@ class Regression:
         size = len(self._prior)
         a = [[self._a[i][j] + (self._prior_weights[i] if i == j else 0.0) for j in range(size)] for i in range(size)]
         b = [self._b[i] + self._prior_weights[i] * self._prior[i] for i in range(size)]
+        unbound = _linear(a, b)
+        if unbound is not None and min(unbound) >= 0:
+            return tuple(unbound)  # nothing is less: the objective is convex
         best, least = (0.0,) * size, 0.0
-        for count in range(1, size + 1):
+        for count in range(1, size):
             for chosen in itertools.combinations(range(size), count):
                 part = _linear([[a[i][j] for j in chosen] for i in chosen], [b[i] for i in chosen])
                 if part is None or min(part) < 0:
