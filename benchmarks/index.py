@@ -148,9 +148,10 @@ def section(figures: Figures) -> list[str]:
         "Python to its thread and back, so it says little about the tree inside, which its router uses from "
         "Rust; its answer counts each worker's blocks, halfmoon's names the holders of each chunk. Its "
         "entries are named by 64-bit hashes, halfmoon's by whole 32-byte keys. In halfmoon, chunks that follow one "
-        "another are kept in runs: a prompt is looked up in as many places of a table of 40 MB as its chunks have "
-        "runs, here one, and compared with the keys that lie there; it would be 24 places if no chunk had a "
-        "neighbour. Memory is what it waits for, so a machine whose other cores are busy shows less. "
+        "another are kept in runs: a prompt is looked up once for each run that its chunks have, here one, in a table "
+        "of the runs' first chunks, and compared with the run's keys, which lie together; it would be 24 times, in a "
+        "table of 40 MB, if no chunk had a neighbour. Memory is what it waits for, so a machine whose other cores are "
+        "busy shows less. "
         f"Huge pages: the process was started with `GLIBC_TUNABLES={HUGE_PAGES}`.",
         *([] if figures.skipped is None else ["", f"Not measured: {_DYNAMO}, {figures.skipped}."]),
     ]

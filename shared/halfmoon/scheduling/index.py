@@ -56,7 +56,7 @@ class Match(msgspec.Struct, frozen=True):
 
 
 class ChunkIndex:
-    """Chunk key → the set of its holders, at about 140 bytes a chunk (see docs/decisions.md).
+    """Chunk key → the set of its holders, at about 130 bytes a chunk (see docs/decisions.md).
 
     Keys are compared whole, and hashed by `dict` with a seed that nobody outside knows. There is no list of what a
     node holds; when it goes, its name leaves the sets, and chunks that nobody holds any more are swept out while
