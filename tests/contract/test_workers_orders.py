@@ -50,7 +50,8 @@ async def play(folder: Path, script: list[Step]) -> None:
         decoder: Decoder[KvReady] = Decoder(KvReady)
 
         async def catch(message: BusMessage) -> None:
-            caught.append(decoder.decode(message.data, message.headers))
+            ready = decoder.decode(message.data, message.headers)
+            caught.extend(msgspec.structs.replace(ready, chunks=(chunk,)) for chunk in ready.chunks)
 
         await pair.bus.subscribe(subjects.kv_ready(ELSEWHERE), catch)
         prefill, half = pair.halves(TOKENS)
