@@ -11,7 +11,7 @@ from typing import Final, assert_never
 import msgspec
 
 from halfmoon.scheduling.holders import NOBODY, HolderSets
-from halfmoon.scheduling.runs import ChunkRuns, cut
+from halfmoon.scheduling.runs import ChunkRuns
 from halfmoon.schemas.chunks import (
     ChunkEvent,
     ChunkEvicted,
@@ -172,7 +172,7 @@ class ChunkIndex:
             self._to_sweep = self._numbers.stretches()
         num_looked_at = 0
         while self._to_sweep and num_looked_at < _SWEEP_STEP:
-            for key in cut(self._to_sweep.pop()):
+            for key in self._numbers.cut(self._to_sweep.pop()):
                 num_looked_at += 1
                 number = self._numbers.get(key, NOBODY)
                 if number != NOBODY and self._sets.is_empty(number):

@@ -19,7 +19,6 @@ from array import array
 from collections.abc import Iterator, Sequence
 from typing import Final, TypeVar
 
-from halfmoon.chunks.keys import KEY_BYTES
 from halfmoon.schemas.ids import ChunkKey
 
 T = TypeVar("T")
@@ -44,6 +43,8 @@ class ChunkRuns:
         self._numbers: list[int | array[int]] = []
         """By run, as its keys; one for all where they have the same."""
         self._unused: list[int] = []
+        self._key_bytes = 0
+        """Length of keys: that of the first to be in a run. Those of another stay alone."""
 
     def __len__(self) -> int:
         return len(self._alone) + len(self._run_of)
@@ -51,11 +52,16 @@ class ChunkRuns:
     def __iter__(self) -> Iterator[ChunkKey]:
         yield from self._alone
         for keys in self._keys:
-            yield from cut(keys)
+            yield from self.cut(keys)
 
     def stretches(self) -> list[bytes]:
         """All keys, some of them one after the other: to be `cut`. As they lie here, so this takes little memory."""
         return [*self._alone, *filter(None, self._keys)]
+
+    def cut(self, keys: bytes) -> list[ChunkKey]:
+        """Keys that lie one after the other."""
+        size = self._key_bytes or len(keys)
+        return [ChunkKey(keys[begin : begin + size]) for begin in range(0, len(keys), size)]
 
     def get(self, key: ChunkKey, default: T) -> int | T:
         run, at = self._find(key)
@@ -83,9 +89,9 @@ class ChunkRuns:
             return
         keys, numbers = self._keys[run], self._unfolded(run)
         del self._run_of[_bits(key)]
-        self._store(run, keys[: at * KEY_BYTES], numbers[:at])
+        self._store(run, keys[: at * self._key_bytes], numbers[:at])
         if at + 1 < len(numbers):
-            self._store(self._new(), keys[(at + 1) * KEY_BYTES :], numbers[at + 1 :])
+            self._store(self._new(), keys[(at + 1) * self._key_bytes :], numbers[at + 1 :])
 
     def along(self, keys: Sequence[ChunkKey]) -> list[int]:
         """Numbers of a prompt's chunks, up to the first that isn't there."""
@@ -100,7 +106,7 @@ class ChunkRuns:
             if run is not None:
                 if at and begin == 0:
                     run, begin = self._joined(keys[at - 1], run, key)
-                count = _num_equal(self._keys[run], begin, prompt, at)
+                count = _num_equal(self._keys[run], begin, prompt, at, self._key_bytes)
                 numbers = self._numbers[run]
                 found += [numbers] * count if isinstance(numbers, int) else numbers[begin : begin + count]
                 continue
@@ -119,14 +125,15 @@ class ChunkRuns:
             return None, 0
         keys = self._keys[run]
         begin = keys.find(key)
-        while begin % KEY_BYTES and begin >= 0:
+        while begin % self._key_bytes and begin >= 0:
             begin = keys.find(key, begin + 1)
-        return (run, begin // KEY_BYTES) if begin >= 0 else (None, 0)
+        return (run, begin // self._key_bytes) if begin >= 0 else (None, 0)
 
     def _append(self, parent: ChunkKey, key: ChunkKey, number: int) -> bool:
         """Let `key`, which is in no run, follow `parent`; whether a run ends there that can take it."""
         bits = _bits(key)
-        if bits in self._run_of or len(key) != KEY_BYTES:
+        self._key_bytes = self._key_bytes or len(key)
+        if bits in self._run_of or not len(parent) == len(key) == self._key_bytes:
             return False
         run = self._run_of.get(_bits(parent))
         if run is None:
@@ -134,7 +141,7 @@ class ChunkRuns:
             if run is None:
                 return False
         keys = self._keys[run]
-        if not keys.endswith(parent) or len(keys) == _LONGEST * KEY_BYTES:
+        if not keys.endswith(parent) or len(keys) == _LONGEST * self._key_bytes:
             return False
         if self._numbers[run] != number:
             self._numbers[run] = self._unfolded(run) + array("I", [number])
@@ -145,7 +152,7 @@ class ChunkRuns:
     def _begin(self, parent: ChunkKey, child_bits: int) -> int | None:
         """A run of one chunk that was alone, for another to follow; None where it can't begin one."""
         bits = _bits(parent)
-        if parent not in self._alone or bits == child_bits or len(parent) != KEY_BYTES:
+        if parent not in self._alone or bits == child_bits:
             return None
         run = self._new()
         self._set(run, parent, array("I", [self._alone.pop(parent)]))
@@ -159,9 +166,9 @@ class ChunkRuns:
         if before is None or before == run:
             return run, 0
         keys = self._keys[before] + self._keys[run]
-        if len(keys) > _LONGEST * KEY_BYTES or not self._keys[before].endswith(parent):
+        if len(keys) > _LONGEST * self._key_bytes or not self._keys[before].endswith(parent):
             return run, 0
-        begin = len(self._keys[before]) // KEY_BYTES
+        begin = len(self._keys[before]) // self._key_bytes
         numbers = self._unfolded(before) + self._unfolded(run)
         self._free(run)
         self._store(before, keys, numbers)
@@ -171,9 +178,9 @@ class ChunkRuns:
         """What is left of a run, under the same or a new name; one chunk is none."""
         if len(numbers) > 1:
             self._set(run, keys, numbers)
-            self._run_of.update(dict.fromkeys(map(_bits, cut(keys)), run))
+            self._run_of.update(dict.fromkeys(map(_bits, self.cut(keys)), run))
             return
-        for key, number in zip(cut(keys), numbers, strict=True):
+        for key, number in zip(self.cut(keys), numbers, strict=True):
             del self._run_of[_bits(key)]
             self._alone[key] = number
         self._free(run)
@@ -185,14 +192,16 @@ class ChunkRuns:
     def _set(self, run: int, keys: bytes, numbers: "array[int]") -> None:
         before = self._keys[run]
         if before:
-            del self._begins[_bits(before[:KEY_BYTES])]
+            del self._begins[_bits(before[: self._key_bytes])]
         self._keys[run], self._numbers[run] = keys, _folded(numbers)
         if keys:
-            self._begins[_bits(keys[:KEY_BYTES])] = run
+            self._begins[_bits(keys[: self._key_bytes])] = run
 
     def _unfolded(self, run: int) -> "array[int]":
         numbers = self._numbers[run]
-        return array("I", [numbers]) * (len(self._keys[run]) // KEY_BYTES) if isinstance(numbers, int) else numbers
+        return (
+            array("I", [numbers]) * (len(self._keys[run]) // self._key_bytes) if isinstance(numbers, int) else numbers
+        )
 
     def _new(self) -> int:
         if self._unused:
@@ -200,11 +209,6 @@ class ChunkRuns:
         self._keys.append(b"")
         self._numbers.append(0)
         return len(self._keys) - 1
-
-
-def cut(keys: bytes) -> list[ChunkKey]:
-    """Keys that lie one after the other."""
-    return [ChunkKey(keys[begin : begin + KEY_BYTES]) for begin in range(0, len(keys), KEY_BYTES)]
 
 
 def _folded(numbers: "array[int]") -> "int | array[int]":
@@ -217,15 +221,15 @@ def _bits(key: bytes) -> int:
     return hash(key) >> _SPARE_BITS
 
 
-def _num_equal(stored: bytes, begin: int, prompt: bytes, at: int) -> int:
-    """How many keys are the same from the places `begin` and `at` on, of which the first are."""
-    ours, theirs = stored[begin * KEY_BYTES :], prompt[at * KEY_BYTES :]
+def _num_equal(stored: bytes, begin: int, prompt: bytes, at: int, size: int) -> int:
+    """How many keys are the same from the places `begin` and `at` on, of which the first are; `size`: bytes of each."""
+    ours, theirs = stored[begin * size :], prompt[at * size :]
     if theirs.startswith(ours):
-        return len(ours) // KEY_BYTES
-    equal, other = 1, min(len(ours), len(theirs)) // KEY_BYTES + 1
+        return len(ours) // size
+    equal, other = 1, min(len(ours), len(theirs)) // size + 1
     while other - equal > 1:
         middle = (equal + other) // 2
-        if ours[: middle * KEY_BYTES] == theirs[: middle * KEY_BYTES]:
+        if ours[: middle * size] == theirs[: middle * size]:
             equal = middle
         else:
             other = middle
