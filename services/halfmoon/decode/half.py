@@ -4,70 +4,35 @@ import asyncio
 import time
 from collections.abc import Sequence
 from contextlib import AsyncExitStack, aclosing
-from dataclasses import dataclass
 
 import msgspec
-import structlog
 
 from halfmoon.bus import endpoint
 from halfmoon.bus.errors import BusError
-from halfmoon.bus.protocol import Bus
 from halfmoon.chunks.plan import PlannedChunk
-from halfmoon.decode.colocated import Colocated
 from halfmoon.decode.completion import Completion
-from halfmoon.decode.config import DecodeConfig
-from halfmoon.decode.ended import EndedHalves
 from halfmoon.decode.kv import Transfer
-from halfmoon.decode.metrics import DecodeMetrics
 from halfmoon.decode.outbox import MAX_BATCH_TOKENS, Outbox
+from halfmoon.decode.parts import Parts
 from halfmoon.decode.policy import completion_limit, num_computed
-from halfmoon.decode.pull import ChunkPuller
-from halfmoon.decode.standing import Claims, Standing
+from halfmoon.decode.standing import Claims
 from halfmoon.decode.state import HALF_TABLE, HalfEvent, HalfState, KvProgress
+from halfmoon.decode.token_times import TokenTimes
 from halfmoon.engine.contract import DecodeSpec, EngineError, SequenceSpec
 from halfmoon.machine import Machine
-from halfmoon.pool.client import PoolClient
 from halfmoon.scheduling.estimates import token_pairs
 from halfmoon.schemas import subjects
-from halfmoon.schemas.ids import WorkerId
 from halfmoon.schemas.members import RequestProgress
 from halfmoon.schemas.requests import Failed, Finished, Usage
 from halfmoon.schemas.splits import DecodeHalf, HalfEnded, Role
 from halfmoon.schemas.wire import Error, ErrorCode
-from halfmoon.text import TextCodec
-from halfmoon.tracing import Context, Tracer, attributes, record_error
+from halfmoon.tracing import Context, attributes, record_error
 from halfmoon.tracing.names import DECODE_GENERATE, DECODE_QUEUE, DECODE_REQUEST, DECODE_WAIT_KV
 from halfmoon.worker.jobs import Job
 from halfmoon.worker.leases import LeaseSet
-from halfmoon.worker.line import Places
-from halfmoon.worker.meters import DecodeMeter, PrefillMeter
-from halfmoon.worker.peers import PeerWatch
-from halfmoon.worker.sequences import EngineCrashed, OpenSequence, Sequences
+from halfmoon.worker.sequences import EngineCrashed, OpenSequence
 
 DROPPED = Error(code=ErrorCode.CANCELLED, message="another worker goes on with it, or has ended it")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Parts:
-    """What all halves of a worker share."""
-
-    worker: WorkerId
-    config: DecodeConfig
-    bus: Bus
-    pool: PoolClient
-    codec: TextCodec
-    sequences: Sequences
-    places: Places
-    peers: PeerWatch
-    puller: ChunkPuller
-    colocated: Colocated
-    prefill_meter: PrefillMeter
-    decode_meter: DecodeMeter
-    standing: Standing
-    ended: EndedHalves
-    tracer: Tracer
-    metrics: DecodeMetrics
-    log: structlog.stdlib.BoundLogger
 
 
 class NotFilled(Exception):
@@ -88,7 +53,7 @@ class DecodeRun:
         self._parts = parts
         self._log = parts.log.bind(request_id=half.request_id, transfer_id=half.transfer_id)
         self._machine = Machine(HALF_TABLE, HalfState.QUEUED)
-        self._accepted_ns = time.time_ns()
+        self._times = TokenTimes()
         self._num_reported = 0
         kv_tokens = parts.sequences.stats().total_tokens
         self._limit = completion_limit(half, parts.sequences.card, kv_tokens)
@@ -109,9 +74,6 @@ class DecodeRun:
         self._num_loaded_tokens = 0
         self._num_computed_tokens = 0
         self._cached_tokens = 0
-        self._first_token_ns: int | None = None
-        self._last_token_ns: int | None = None
-        self._num_gaps = 0
 
     @property
     def state(self) -> HalfState:
@@ -133,8 +95,7 @@ class DecodeRun:
     @property
     def context_tokens(self) -> int:
         """Tokens that each step looks at, while it generates."""
-        is_generating = self._first_token_ns is not None
-        return len(self.half.tokens) + self._completion.num_tokens if is_generating else 0
+        return len(self.half.tokens) + self._completion.num_tokens if self._times.has_begun else 0
 
     def progress(self) -> RequestProgress:
         """Tokens that have gone out since the last call: what another worker may take for known."""
@@ -222,7 +183,7 @@ class DecodeRun:
             with parts.tracer.span(DECODE_QUEUE):
                 await turn.enter_async_context(parts.places.place(priority=half.priority))
                 sequence = await turn.enter_async_context(parts.sequences.sequence(spec, priority=half.priority))
-            parts.metrics.queue_s.observe((time.time_ns() - self._accepted_ns) / 1e9)
+            parts.metrics.queue_s.observe(self._times.since_accepted_s())
             self._machine.fire(HalfEvent.START)
             started_ns = time.time_ns()
             await self._prepare_kv(sequence, leases)
@@ -295,7 +256,8 @@ class DecodeRun:
                         self._machine.fire(HalfEvent.FIRST_TOKEN)
                     now_s = time.monotonic()
                     parts.metrics.token_s.observe(now_s - last_s)
-                    self._timed(now_s - last_s)
+                    if self._times.token():
+                        parts.decode_meter.gap(now_s - last_s)
                     last_s = now_s
                     await outbox.put(completion.push(sampled))
                     if completion.finish_reason is not None:
@@ -306,26 +268,6 @@ class DecodeRun:
             span.set_attribute(attributes.GEN_AI_USAGE_OUTPUT_TOKENS, completion.num_tokens)
             span.set_attribute(attributes.GEN_AI_USAGE_CACHE_READ_INPUT_TOKENS, self._reported_cached_tokens())
             span.set_attribute(attributes.GEN_AI_RESPONSE_FINISH_REASONS, [completion.finish_reason.value])
-
-    def _timed(self, gap_s: float) -> None:
-        """A token came, so long after the one before it; or after the engine was asked for the first."""
-        self._last_token_ns = time.time_ns()
-        if self._first_token_ns is None:
-            self._first_token_ns = self._last_token_ns
-            return
-        self._num_gaps += 1
-        self._parts.decode_meter.gap(gap_s)
-
-    def _mean_gap_s(self) -> float | None:
-        if not self._num_gaps or self._first_token_ns is None or self._last_token_ns is None:
-            return None
-        return (self._last_token_ns - self._first_token_ns) / 1e9 / self._num_gaps
-
-    def _ttft_s(self) -> float | None:
-        """None where another worker had begun: the first token here wasn't the request's."""
-        if self._first_token_ns is None or self.half.known:
-            return None
-        return (self._first_token_ns - self._accepted_ns) / 1e9
 
     def _decode_spec(self) -> DecodeSpec:
         return DecodeSpec(
@@ -400,9 +342,10 @@ class DecodeRun:
             num_reused_tokens=self._num_loaded_tokens,
             num_computed_tokens=self._num_computed_tokens,
             num_generated_tokens=self._completion.num_tokens - len(self.half.known),
-            duration_s=(time.time_ns() - self._accepted_ns) / 1e9,
-            ttft_s=self._ttft_s(),
-            tbt_s=self._mean_gap_s(),
+            duration_s=self._times.since_accepted_s(),
+            # Where another worker had begun, the first token here wasn't the request's.
+            ttft_s=None if self.half.known else self._times.first_s(),
+            tbt_s=self._times.mean_gap_s(),
             usage=self._usage(),
         )
         if is_told:

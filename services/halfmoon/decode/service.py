@@ -13,8 +13,9 @@ from halfmoon.decode.colocated import Colocated
 from halfmoon.decode.config import DecodeConfig
 from halfmoon.decode.early import EarlyBuffer
 from halfmoon.decode.ended import EndedHalves
-from halfmoon.decode.half import DecodeRun, Parts
+from halfmoon.decode.half import DecodeRun
 from halfmoon.decode.metrics import DecodeMetrics
+from halfmoon.decode.parts import Parts
 from halfmoon.decode.policy import refusal
 from halfmoon.decode.pull import ChunkPuller
 from halfmoon.decode.standing import Standing
