@@ -17,6 +17,7 @@ from halfmoon.schemas.requests import Finished, RequestCancel
 from halfmoon.schemas.splits import KvFailed, KvReady, Role, TransferDone
 from halfmoon.schemas.wire import Error, ErrorCode, Message
 from support.exact_engine import CHUNK_TOKENS, reference
+from support.heart import Heart
 from support.wait import until
 from support.workers import DECODE, PREFILL, SEED, cluster, prompt
 
@@ -55,6 +56,8 @@ async def play(folder: Path, script: list[Step]) -> None:
 
         await pair.bus.subscribe(subjects.kv_ready(ELSEWHERE), catch)
         prefill, half = pair.halves(TOKENS)
+        # Nobody takes it for lost, however slow this machine is.
+        elsewhere = Heart(pair.bus, msgspec.structs.replace(pair.decode.heartbeat(), worker=ELSEWHERE), every_s=0.1)
         await pair.send_prefill(msgspec.structs.replace(prefill, decode_worker=ELSEWHERE))
         await until(lambda: len(caught) == 3, what="three chunks")
         reader = await pair.listen(half.reply)
@@ -81,6 +84,7 @@ async def play(folder: Path, script: list[Step]) -> None:
             TransferDone(request_id=half.request_id, transfer_id=half.transfer_id),
         )
         await pair.idle()
+        await elsewhere.stop()
         assert len(reader.terminals) == 1
         assert reader.events[-1] is terminal
         assert len(pair.ended_of(Role.DECODE)) == 1
