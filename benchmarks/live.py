@@ -5,7 +5,7 @@
 
 import sys
 
-from support.agreement import MEASURES, TOLERANCES, disagreements
+from support.agreement import APART, MEASURES, TOLERANCES, disagreements
 from support.beside import ARENA_MIB, Setup, compare
 from support.beside import Figures as Figures
 
@@ -34,8 +34,9 @@ def section(figures: Figures) -> list[str]:
     ]
     for name, of in MEASURES.items():
         ours, theirs = of(live), of(figures.simulated)
-        tolerance = f"{TOLERANCES[name]:.0%}" if name in TOLERANCES else ""
-        lines.append(f"| {name} | {ours:.3g} | {theirs:.3g} | {ours / theirs:.2f}× | {tolerance} |")
+        tolerance = f"{TOLERANCES[name]:.0%}" if name in TOLERANCES else f"± {APART[name]:g}" if name in APART else ""
+        ratio = f"{ours / theirs:.2f}×" if theirs else ""
+        lines.append(f"| {name} | {ours:.3g} | {theirs:.3g} | {ratio} | {tolerance} |")
     lines += ["", "Times in seconds, else shares."]
     return lines
 
