@@ -130,6 +130,7 @@ def system(model: Path, tmp_path: Path) -> Iterator[System]:
 
 
 @pytest.mark.model
+@pytest.mark.nightly
 async def test_a_source_that_stands_still_costs_time_and_no_token(system: System) -> None:
     """Both of prefill's ways out go through its pool, which stops while its chunks are being read."""
     generator = random.Random(7)

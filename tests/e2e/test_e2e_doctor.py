@@ -18,7 +18,7 @@ pytestmark = pytest.mark.timeout(300)
 SIM = ("--engine=sim", "--arena-mib=16", "--chunk-tokens=64")
 
 
-@pytest.fixture(scope="module", params=["tcp", "auto"])
+@pytest.fixture(scope="module", params=["auto", pytest.param("tcp", marks=pytest.mark.nightly)])
 def system(request: pytest.FixtureRequest, model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[System]:
     system = System.start(tmp_path_factory.mktemp("doctor"), model, *SIM, f"--transport={request.param}")
     yield system

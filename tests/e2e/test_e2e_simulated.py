@@ -8,7 +8,7 @@ import pytest
 from support.agreement import MEASURES, disagreements
 from support.beside import Setup, compare
 
-pytestmark = [pytest.mark.nats, pytest.mark.etcd, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.nats, pytest.mark.etcd, pytest.mark.nightly, pytest.mark.timeout(300)]
 
 
 def test_live_is_as_simulated() -> None:

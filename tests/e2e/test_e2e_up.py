@@ -94,7 +94,7 @@ def arenas(system: System) -> list[Path]:
     return [folder, *folder.glob("*")] if folder.exists() else []
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.nightly)])
 def test_a_stop_leaves_no_process_and_no_memory(system: System, number: signal.Signals) -> None:
     pids = [system.pid(name) for name in (*PROCESSES, "prefill-1")]
     assert all(is_alive(pid) for pid in pids)
@@ -106,7 +106,7 @@ def test_a_stop_leaves_no_process_and_no_memory(system: System, number: signal.S
     assert system.text.rstrip().endswith("stopped")
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGHUP, marks=pytest.mark.nightly)])
 def test_without_a_reader_it_comes_up_and_stops_all_the_same(
     model: Path, tmp_path: Path, number: signal.Signals
 ) -> None:

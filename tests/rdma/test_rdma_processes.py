@@ -24,7 +24,7 @@ from support.pool_nodes import REQUEST, content_of, wanted_of, write_chunks
 from support.rdma_peer import GENERATION, GOOD_LEASE, NUM_SLOTS, SECRET, SLOT_BYTES, RdmaPeerProcess, payload
 from support.wait import until
 
-pytestmark = [pytest.mark.nats, pytest.mark.nightly, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.nats, pytest.mark.timeout(300)]
 
 START_S = 150.0
 """Until a process has started where the processor is emulated."""

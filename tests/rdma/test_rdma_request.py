@@ -13,7 +13,7 @@ from support.buses import BusMaker
 from support.tiny_tokenizer import byte_level
 from support.workers import cluster, prompt
 
-pytestmark = [pytest.mark.nats, pytest.mark.nightly, pytest.mark.timeout(200)]
+pytestmark = [pytest.mark.nats, pytest.mark.timeout(200)]
 
 CHUNK_TOKENS = 256
 VOCABULARY = 400
