@@ -28,6 +28,7 @@ def test_geometry_is_that_of_the_folder(file: Path) -> None:
     assert kv_bytes_per_token("torch", file, "auto") == kv_bytes_per_token("torch", small_model(), "auto")
 
 
+@pytest.mark.nightly
 async def test_tokens_are_those_of_the_folder(file: Path) -> None:
     prompts = [random_tokens(count, seed=count) for count in (1, 70)]
     expected = greedy(small_model(), prompts, 6)

@@ -57,7 +57,7 @@ def peak_blocks(num_requests: int, eviction: PolicyName) -> int:
     return peak
 
 
-@pytest.mark.parametrize("eviction", [PolicyName.LRU, PolicyName.PREFIX_AWARE])
+@pytest.mark.parametrize("eviction", [PolicyName.LRU, pytest.param(PolicyName.PREFIX_AWARE, marks=pytest.mark.nightly)])
 def test_three_times_the_requests_take_no_more_memory(eviction: PolicyName, monkeypatch: pytest.MonkeyPatch) -> None:
     # So that what it remembers of evicted chunks is at its bound from the first thousand on.
     monkeypatch.setattr("halfmoon.eviction.prefix_aware._NUM_GHOSTS", 300)
