@@ -368,15 +368,16 @@ async def test_two_registries_share_the_questions_and_one_leads(
             for number in range(20):
                 await applied(bus, await publish(bus, registered("a", 1, number)))
             assert (one.leads, two.leads) == (False, True)
-            await until(lambda: len(ear.of("kv-a")) == 1)
+            # Once, or twice where it was first heard while the new leader said who was there.
+            await until(lambda: ear.of("kv-a"))
+            num_told = len(ear.of("kv-a"))
             await two.service.drain()
             await until(lambda: one.leads, what="the other one leads at once after a clean handover")
             assert not two.leads
             await applied(bus, await publish(bus, registered("a", 1, 99)))
             assert (await lookup(bus, 99))[0] == (placement("a", 1, 99),)
-            await until(lambda: len(ear.of("kv-a")) == 2, what="the new leader says again who is there")
-    joined = MemberJoined(worker=WorkerId("kv-a"), node=NodeId("a"))
-    assert ear.of("kv-a") == [joined, joined]
+            await until(lambda: len(ear.of("kv-a")) > num_told, what="the new leader says again who is there")
+    assert set(ear.of("kv-a")) == {MemberJoined(worker=WorkerId("kv-a"), node=NodeId("a"))}
     await heart.stop()
 
 

@@ -111,7 +111,8 @@ def test_without_a_reader_it_comes_up_and_stops_all_the_same(
     model: Path, tmp_path: Path, number: signal.Signals
 ) -> None:
     port = free_port()
-    command = up_command(tmp_path, model, port, *SIM)
+    # Whoever runs the tests may ignore a closed terminal, as `nohup` does: here it isn't ignored.
+    command = ["env", "--default-signal=HUP", *up_command(tmp_path, model, port, *SIM)]
     process = subprocess.Popen(command, env=clean_environ(), stdout=subprocess.PIPE, text=True, start_new_session=True)
     system = System(process, port, tmp_path)
     try:
