@@ -5,6 +5,7 @@ from collections import Counter
 
 import pytest
 
+from halfmoon.bus.endpoint import acknowledge
 from halfmoon.bus.errors import StreamFull
 from halfmoon.bus.protocol import Bus, BusMessage, Delivery, Retention, StreamSpec
 from support.buses import BusMaker
@@ -59,6 +60,22 @@ async def test_processes_share_work_under_one_durable_name(bus_maker: BusMaker) 
     await until(lambda: sum(len(worker.data) for worker in workers) == 150)
     assert sorted(data for worker in workers for data in worker.data) == sorted(sent)
     assert all(worker.data for worker in workers)
+
+
+async def test_a_receipt_settles_for_whoever_has_the_message_by_then(bus_maker: BusMaker) -> None:
+    bus, other = await bus_maker(), await bus_maker()
+    await bus.ensure_stream(WORK)
+    worker = Worker(settle=False)
+    await bus.consume("WORK", "w", "work.*", worker, ack_wait_s=0.5)
+    await bus.stream_publish("work.a", b"first")
+    await until(lambda: len(worker.deliveries) == 2)
+    await acknowledge(other, worker.deliveries[0].receipt)
+    await other.flush()
+    await bus.stream_publish("work.a", b"second")
+    # The second comes again and again; the first never, also after a late settlement.
+    await worker.deliveries[1].nak()
+    await until(lambda: worker.data.count(b"second") == 3)
+    assert worker.data.count(b"first") == 2
 
 
 async def test_unsettled_work_comes_again(bus_maker: BusMaker) -> None:

@@ -12,6 +12,7 @@ import structlog
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from halfmoon.bus.codec import Decoder, encode
+from halfmoon.bus.endpoint import acknowledge
 from halfmoon.bus.protocol import Bus, BusMessage, Subscription
 from halfmoon.conductor.config import ConductorConfig
 from halfmoon.conductor.service import Conductor
@@ -176,6 +177,8 @@ class FakeWorker:
             else:
                 event = Failed(request_id=request_id, error=error)
             await self._say(half, event)
+            assert half.receipt is not None
+            await acknowledge(self.bus, half.receipt)
         if tells_conductor:
             ended = HalfEnded(
                 request_id=request_id,

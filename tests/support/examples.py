@@ -362,7 +362,6 @@ EXAMPLES: tuple[wire.Message, ...] = (
     ),
     splits.HalfClaim(request_id=REQUEST, transfer_id=TRANSFER, worker=WORKER),
     splits.HalfClaimed(is_held=True),
-    splits.RequestRecall(request_id=REQUEST, conductor=WorkerId("conductor-1")),
     WORKER_BEAT,
     NODE_BEAT,
     SERVICE_BEAT,

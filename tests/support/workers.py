@@ -163,6 +163,7 @@ class Cluster:
             sampling=sampling or Sampling(max_tokens=6),
             seed=SEED,
             reply=f"reply.{self._number}",
+            receipt=f"receipt.{self._number}",
             encoding=encoding,
             prefill_worker=prefill_worker,
             known=tuple(known),

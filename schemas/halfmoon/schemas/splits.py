@@ -59,6 +59,9 @@ class DecodeHalf(Message, frozen=True, tag="split.decode.v1"):
     reply: str
     """Subject for token events."""
     encoding: Encoding = Encoding.MSGPACK
+    receipt: str | None = None
+    """Subject at which the request is acknowledged to the work queue: right after the client's terminal message, so
+    that nobody runs it again, whoever dies then."""
     prefill_worker: WorkerId | None = None
     """None: nothing to wait for; what the engine's own cache doesn't hold of the prompt is computed here."""
     known: tuple[int, ...] = ()
@@ -166,13 +169,6 @@ class HalfClaimed(Message, frozen=True, tag="half.claimed.v1"):
 
     is_held: bool
     """False: another goes on with the request, or it has ended; the worker drops it without a word to the client."""
-
-
-class RequestRecall(Message, frozen=True, tag="request.recall.v1"):
-    """A conductor gets a request that another had before: whoever has ended it says `half.ended.v1` again."""
-
-    request_id: RequestId
-    conductor: WorkerId
 
 
 PrefillInbox = PrefillHalf | TransferDone | RequestCancel

@@ -23,7 +23,6 @@ from halfmoon.schemas.splits import (
     HalfEnded,
     KvInbox,
     PrefillHalf,
-    RequestRecall,
     TransferDone,
 )
 from halfmoon.schemas.wire import Error, Message
@@ -93,7 +92,6 @@ def channels() -> Sequence[Channel]:
             "Request-reply: whether a request is still the decode worker's that asks.",
             (HalfClaim, HalfClaimed, Error),
         ),
-        Channel("recall", subjects.RECALL, "Who has ended a request that came again?", (RequestRecall,)),
         Channel(
             "kvReady",
             f"{p}.kv.ready.{{decode worker}}",

@@ -1,16 +1,13 @@
 """Whose a request is: asked by decode workers that may have been taken for lost, told by the conductor that owns it."""
 
-import structlog
-
-from halfmoon.bus.endpoint import Endpoint, Envelope, announce, serve
-from halfmoon.bus.errors import BusError, RemoteError
+from halfmoon.bus.endpoint import Endpoint, Envelope, serve
+from halfmoon.bus.errors import RemoteError
 from halfmoon.bus.protocol import Bus
 from halfmoon.conductor.members import Members
 from halfmoon.conductor.requests import OpenRequests
 from halfmoon.conductor.state import RequestState
 from halfmoon.schemas import subjects
-from halfmoon.schemas.ids import RequestId, WorkerId
-from halfmoon.schemas.splits import HalfClaim, HalfClaimed, RequestRecall
+from halfmoon.schemas.splits import HalfClaim, HalfClaimed
 from halfmoon.schemas.wire import Error, ErrorCode
 
 UNDECIDED = Error(code=ErrorCode.BUSY, message="it is not decided yet who goes on with this request; ask again")
@@ -19,19 +16,10 @@ UNDECIDED = Error(code=ErrorCode.BUSY, message="it is not decided yet who goes o
 class Claims:
     """Of one conductor."""
 
-    def __init__(
-        self,
-        bus: Bus,
-        conductor: WorkerId,
-        members: Members,
-        requests: OpenRequests,
-        log: structlog.stdlib.BoundLogger,
-    ) -> None:
+    def __init__(self, bus: Bus, members: Members, requests: OpenRequests) -> None:
         self._bus = bus
-        self._conductor = conductor
         self._members = members
         self._requests = requests
-        self._log = log
         self._endpoint: Endpoint | None = None
 
     async def open(self) -> None:
@@ -42,13 +30,6 @@ class Claims:
         endpoint, self._endpoint = self._endpoint, None
         if endpoint is not None:
             await endpoint.unsubscribe()
-
-    async def recall(self, request_id: RequestId) -> None:
-        """Ask whether a decode worker has ended it when nobody heard."""
-        try:
-            await announce(self._bus, subjects.RECALL, RequestRecall(request_id=request_id, conductor=self._conductor))
-        except BusError as error:
-            self._log.warning("not asked who has ended a request", request_id=request_id, error=str(error))
 
     async def _judge(self, claim: HalfClaim, envelope: Envelope) -> HalfClaimed | None:
         """None where another conductor may know. Raises `RemoteError` while it is undecided."""

@@ -245,6 +245,7 @@ class Dispatcher:
             seed=submission.seed,
             reply=submission.reply,
             encoding=submission.encoding,
+            receipt=request.delivery.receipt,
             prefill_worker=prefill,
             known=self._flights.known(request.request_id),
             cached_tokens=self._flights.cached_tokens(request.request_id),

@@ -14,7 +14,6 @@ import structlog
 
 from halfmoon.bus.errors import BusError
 from halfmoon.bus.protocol import Delivery
-from halfmoon.conductor.claims import Claims
 from halfmoon.conductor.config import ConductorConfig
 from halfmoon.conductor.dispatch import Dispatcher
 from halfmoon.conductor.flights import Flights
@@ -62,7 +61,6 @@ class Parts:
     planner: Planner
     gate: Gate
     dispatcher: Dispatcher
-    claims: Claims
     members: Members
     flights: Flights
     requests: OpenRequests
@@ -144,8 +142,7 @@ class Owner:
         await self._watch(request)
 
     async def _adopt(self, request: OpenRequest) -> None:
-        """Listen for a decode worker that runs it, for one round of heartbeats and a little; or that has ended it."""
-        await self._parts.claims.recall(request.request_id)
+        """Listen for a decode worker that runs it, for one round of heartbeats and a little."""
         try:
             async with asyncio.timeout(self._parts.config.adopt_wait_s):
                 while not self._take_over(request) and not self._parts.requests.has_ended(request.request_id):

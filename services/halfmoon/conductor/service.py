@@ -118,7 +118,7 @@ class Conductor:
             retry_after_s=config.retry_after_s,
             is_draining=self._is_draining,
         )
-        self._claims = Claims(bus, runtime.worker_id, self.members, self.requests, log)
+        self._claims = Claims(bus, self.members, self.requests)
         self._ears = Ears(
             bus,
             runtime.worker_id,
@@ -235,7 +235,6 @@ class Conductor:
                 planner=planner,
                 gate=self.gate,
                 dispatcher=dispatcher,
-                claims=self._claims,
                 members=self.members,
                 flights=self.flights,
                 requests=self.requests,

@@ -128,11 +128,11 @@ class DecodeRun:
             if error is not None:
                 record_error(span, error.message, error.code.value)
             await self.transfer.close()
-            is_told = await outbox.finish(event)
+            await outbox.finish(event)
             parts.metrics.halves.labels(self.state.value).inc()
             parts.metrics.tokens.inc(self._completion.num_tokens - len(half.known))
             if not outbox.is_dropped:
-                await self._tell_conductor(error, is_told=is_told)
+                await self._tell_conductor(error)
 
     async def _outcome(self, outbox: Outbox) -> Finished | Failed:
         """Serve the half; its terminal event. Moves to a final state, whatever happens."""
@@ -313,6 +313,7 @@ class DecodeRun:
             # workers, each token is one.
             max_batch=1 if half.known or half.attempt > 1 else MAX_BATCH_TOKENS,
             deadline_ns=self._deadline_ns,
+            receipt=half.receipt,
             is_held=Claims(self._parts.standing, half).is_held,
             on_dropped=lambda: self.job.stop(DROPPED),
             log=self._log,
@@ -332,7 +333,7 @@ class DecodeRun:
             timeout_s=config.pool_timeout_s,
         )
 
-    async def _tell_conductor(self, error: Error | None, *, is_told: bool) -> None:
+    async def _tell_conductor(self, error: Error | None) -> None:
         message = HalfEnded(
             request_id=self.half.request_id,
             transfer_id=self.half.transfer_id,
@@ -348,8 +349,6 @@ class DecodeRun:
             tbt_s=self._times.mean_gap_s(),
             usage=self._usage(),
         )
-        if is_told:
-            self._parts.ended.add(message)
         try:
             await endpoint.announce(self._parts.bus, subjects.ended(self.half.conductor), message)
         except BusError as failure:

@@ -4,11 +4,13 @@ import asyncio
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Mapping
+from contextlib import suppress
 
 import structlog
 
 from halfmoon.bus.codec import CONTENT_TYPES, encode
-from halfmoon.bus.errors import BusDisconnected
+from halfmoon.bus.endpoint import acknowledge
+from halfmoon.bus.errors import BusDisconnected, BusError
 from halfmoon.bus.protocol import Bus
 from halfmoon.decode.completion import Piece
 from halfmoon.schemas.ids import RequestId
@@ -43,6 +45,7 @@ class Outbox:
         max_unsent: int,
         max_batch: int = MAX_BATCH_TOKENS,
         deadline_ns: int,
+        receipt: str | None = None,
         is_held: Callable[[], Awaitable[bool]],
         on_dropped: Callable[[], object],
         log: structlog.stdlib.BoundLogger,
@@ -55,6 +58,7 @@ class Outbox:
         self._max_unsent = max_unsent
         self._max_batch = max_batch
         self._deadline_ns = deadline_ns
+        self._receipt = receipt
         self._is_held = is_held
         self._on_dropped = on_dropped
         self._log = log
@@ -117,7 +121,10 @@ class Outbox:
             while self._unsent:
                 await self._send_batch()
             if self._terminal is not None and not self.is_dropped:
-                await self._publish(self._terminal)
+                if await self._publish(self._terminal) and self._receipt is not None:
+                    # The conductor does the same when it hears of the end; this is for the case that it doesn't.
+                    with suppress(BusError):
+                        await acknowledge(self._bus, self._receipt)
                 return
 
     def _drop(self) -> None:

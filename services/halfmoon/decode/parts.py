@@ -7,7 +7,6 @@ import structlog
 from halfmoon.bus.protocol import Bus
 from halfmoon.decode.colocated import Colocated
 from halfmoon.decode.config import DecodeConfig
-from halfmoon.decode.ended import EndedHalves
 from halfmoon.decode.metrics import DecodeMetrics
 from halfmoon.decode.pull import ChunkPuller
 from halfmoon.decode.standing import Standing
@@ -36,7 +35,6 @@ class Parts:
     prefill_meter: PrefillMeter
     decode_meter: DecodeMeter
     standing: Standing
-    ended: EndedHalves
     tracer: Tracer
     metrics: DecodeMetrics
     log: structlog.stdlib.BoundLogger

@@ -12,7 +12,6 @@ from halfmoon.chunks.plan import plan_chunks
 from halfmoon.decode.colocated import Colocated
 from halfmoon.decode.config import DecodeConfig
 from halfmoon.decode.early import EarlyBuffer
-from halfmoon.decode.ended import EndedHalves
 from halfmoon.decode.half import DecodeRun
 from halfmoon.decode.metrics import DecodeMetrics
 from halfmoon.decode.parts import Parts
@@ -33,7 +32,6 @@ from halfmoon.schemas.splits import (
     KvFailed,
     KvInbox,
     KvReady,
-    RequestRecall,
     TransferDone,
 )
 from halfmoon.schemas.wire import Error, ErrorCode
@@ -65,7 +63,6 @@ class Decode:
         self._station = Station(runtime, engine or build_engine(config), config.role)
         self._peers = PeerWatch(runtime.bus)
         self._standing = Standing(runtime.bus, runtime.worker_id, runtime.log)
-        self._ended = EndedHalves()
         self._early = EarlyBuffer(max_transfers=config.early_transfers, ttl_s=config.early_ttl_s)
         self._runs: dict[TransferId, DecodeRun] = {}
         self._recent = RecentTransfers()
@@ -99,7 +96,6 @@ class Decode:
             await endpoint.serve(bus, subjects.kv_ready(worker), KvInbox, self._on_kv),
             await endpoint.serve(bus, subject, DecodeInbox, self._on_message, record=half),
             await endpoint.serve(bus, subjects.CANCEL, RequestCancel, self._on_message),
-            await endpoint.serve(bus, subjects.RECALL, RequestRecall, self._on_recall),
         ]
 
     async def drain(self) -> None:
@@ -149,11 +145,6 @@ class Decode:
             case _:
                 assert_never(message)
         return None
-
-    async def _on_recall(self, message: RequestRecall, envelope: Envelope) -> None:
-        known = self._ended.get(message.request_id)
-        if known is not None:
-            await endpoint.announce(self._runtime.bus, subjects.ended(message.conductor), known)
 
     async def _on_kv(self, message: KvInbox, envelope: Envelope) -> None:
         run = self._runs.get(message.transfer_id)
@@ -250,7 +241,6 @@ class Decode:
             prefill_meter=self._prefill_meter,
             decode_meter=self._decode_meter,
             standing=self._standing,
-            ended=self._ended,
             tracer=tracer,
             metrics=self._metrics,
             log=runtime.log,

@@ -32,6 +32,7 @@ from halfmoon.bus.protocol import (
     Delivery,
     EndpointRecord,
     GapHandler,
+    Settlement,
     Subscription,
 )
 from halfmoon.schemas.requests import Encoding
@@ -244,6 +245,11 @@ async def take_work(
         stream, durable, filter_subject, receive, ack_wait_s=ack_wait_s, max_outstanding=max_outstanding
     )
     return Endpoint(subscription, counts)
+
+
+async def acknowledge(bus: Bus, receipt: str) -> None:
+    """Settle a delivery of a work queue for whoever has it by now: see `Delivery.receipt`."""
+    await bus.publish(receipt, Settlement.ACK.value.encode())
 
 
 async def read_stream(

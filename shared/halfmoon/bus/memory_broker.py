@@ -8,11 +8,12 @@ import msgspec
 
 from halfmoon.bus import matching
 from halfmoon.bus.errors import BusError, NoStream, StreamFull
-from halfmoon.bus.memory_stream import MemoryStream
+from halfmoon.bus.memory_stream import Consumer, MemoryStream
 from halfmoon.bus.micro import MicroService
-from halfmoon.bus.protocol import BusMessage, StreamSpec
+from halfmoon.bus.protocol import BusMessage, Settlement, StreamSpec
 
 MAX_PAYLOAD_BYTES = 8 * 1024 * 1024
+_RECEIPT = "$JS.ACK"
 
 
 class Receipt(msgspec.Struct, omit_defaults=True):
@@ -81,8 +82,21 @@ class MemoryBroker:
     def give_up(self, inbox: str) -> None:
         self._answers.pop(inbox, None)
 
+    def receipt(self, stream: MemoryStream, consumer: Consumer, seq: int) -> str:
+        """Subject at which a delivery is settled."""
+        return f"{_RECEIPT}.{stream.spec.name}.{consumer.name}.{seq}"
+
+    def _acknowledge(self, message: BusMessage) -> None:
+        name, durable, seq = message.subject.removeprefix(f"{_RECEIPT}.").split(".")
+        stream = self.stream(name)
+        stream.settle(stream.consumers[durable], int(seq), Settlement(message.data.decode()), 0.0)
+        self.arm()
+
     def send(self, message: BusMessage, *, msg_id: str | None = None) -> bool:
         """To everybody whom it concerns. False where that is nobody."""
+        if message.subject.startswith(_RECEIPT):
+            self._acknowledge(message)
+            return True
         answer = self._answers.get(message.subject)
         if answer is not None and not answer.done():
             answer.set_result(message)

@@ -76,7 +76,8 @@ class WorkMember:
             self._stream.settle(self._consumer, seq, settlement, delay_s)
             self._broker.arm()
 
-        self._work.accept(message, stream_seq=seq, num_delivered=num_delivered, settle=settle)
+        receipt = self._broker.receipt(self._stream, self._consumer, seq)
+        self._work.accept(message, receipt=receipt, stream_seq=seq, num_delivered=num_delivered, settle=settle)
 
     async def drain(self, timeout_s: float = DRAIN_TIMEOUT_S) -> None:
         self._leave()

@@ -44,10 +44,14 @@ class Delivery:
     Settling a delivery again does nothing.
     """
 
-    __slots__ = ("_settle", "message", "num_delivered", "settled", "stream_seq")
+    __slots__ = ("_settle", "message", "num_delivered", "receipt", "settled", "stream_seq")
 
-    def __init__(self, message: BusMessage, *, stream_seq: int, num_delivered: int, settle: Settle) -> None:
+    def __init__(
+        self, message: BusMessage, *, receipt: str, stream_seq: int, num_delivered: int, settle: Settle
+    ) -> None:
         self.message = message
+        self.receipt = receipt
+        """Subject at which anybody may acknowledge the message (`endpoint.acknowledge`), whoever has it by then."""
         self.stream_seq = stream_seq
         self.num_delivered = num_delivered
         """1 the first time."""

@@ -248,7 +248,13 @@ class Consumption(Puller):
             await self._bus.publish(ack_subject, _settlement_bytes(settlement, delay_s))
 
         bare = BusMessage(message.subject, message.data, message.headers)
-        self._work.accept(bare, stream_seq=source.stream_seq, num_delivered=source.num_delivered, settle=settle)
+        self._work.accept(
+            bare,
+            receipt=ack_subject,
+            stream_seq=source.stream_seq,
+            num_delivered=source.num_delivered,
+            settle=settle,
+        )
 
     async def drain(self, timeout_s: float = DRAIN_TIMEOUT_S) -> None:
         await self._stop_pulling()

@@ -50,7 +50,7 @@ class WorkSet:
             del self._held[delivery]
         return max(0, self._max_outstanding - len(self._held))
 
-    def accept(self, message: BusMessage, *, stream_seq: int, num_delivered: int, settle: Settle) -> None:
+    def accept(self, message: BusMessage, *, receipt: str, stream_seq: int, num_delivered: int, settle: Settle) -> None:
         """Start the handler on a delivery whose settlement goes out through `settle`."""
 
         async def settle_and_forget(settlement: Settlement, delay_s: float) -> None:
@@ -61,7 +61,9 @@ class WorkSet:
                 self._on_room()
             await settle(settlement, delay_s)
 
-        delivery = Delivery(message, stream_seq=stream_seq, num_delivered=num_delivered, settle=settle_and_forget)
+        delivery = Delivery(
+            message, receipt=receipt, stream_seq=stream_seq, num_delivered=num_delivered, settle=settle_and_forget
+        )
         self._hold(delivery)
         task = asyncio.create_task(self._handle(delivery), name=f"work {self._stream} {stream_seq}")
         self._running.add(task)
