@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from halfmoon.bus.endpoint import Envelope, serve
+from halfmoon.bus.protocol import BusMessage
 from halfmoon.decode import standing
 from halfmoon.schemas import subjects
 from halfmoon.schemas.requests import Sampling
