@@ -198,6 +198,15 @@ def test_what_is_killed_comes_back_and_the_next_answer_is_right(lasting: System,
     until_blocking(lambda: is_idle(system), 15, what="all leases are given back")
 
 
+def test_what_dies_while_nats_stands_still_comes_back(lasting: System) -> None:
+    with Faults(lasting).standing_still("nats"):
+        os.kill(processes_of(lasting)["gateway"], signal.SIGKILL)
+        until_blocking(
+            lambda: any("gateway" in line and "exit code 2" in line for line in lasting.output), 60, what="it refuses"
+        )
+    assert until_answered(lasting, "After the calm, ").status_code == 200
+
+
 def test_without_prefill_workers_a_request_is_refused_at_once(lasting: System) -> None:
     until_blocking(lambda: is_ready(lasting), 30)
     # Stopped, not killed: nobody starts it again, and its heartbeats cease.

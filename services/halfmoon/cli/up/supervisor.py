@@ -1,8 +1,9 @@
 """All child processes of `halfmoon up`: started in order, restarted when they die, drained in order.
 
-A process that exits with code 2 has refused its settings or surroundings: starting it again would change nothing, so
-the whole stops and shows what it said. One that dies otherwise is started again, with growing pauses, a bounded number
-of times a minute; the rest of the system goes on meanwhile, as it would on a cluster.
+A process that exits with code 2 at its first start has refused its settings or surroundings: starting it again would
+change nothing, so the whole stops and shows what it said. One that dies otherwise is started again, with growing
+pauses, a bounded number of times a minute, also where it refuses then: what it needs may be away for a while. The rest
+of the system goes on meanwhile, as it would on a cluster.
 """
 
 import asyncio
@@ -63,11 +64,14 @@ class Supervisor:
 
     async def watch(self) -> None:
         """Runs until cancelled; restarts what dies. Raises `SupervisorError` where that can't help."""
-        async with asyncio.TaskGroup() as group:
-            for name in self._servers:
-                group.create_task(self._keep_up(name, self._restart_server))
-            for name in self._services:
-                group.create_task(self._keep_up(name, self._restart_service))
+        try:
+            async with asyncio.TaskGroup() as group:
+                for name in self._servers:
+                    group.create_task(self._keep_up(name, self._restart_server))
+                for name in self._services:
+                    group.create_task(self._keep_up(name, self._restart_service))
+        except* SupervisorError as errors:
+            raise errors.exceptions[0] from None
 
     async def stop(self) -> list[str]:
         """Drain and stop everything, from the outside in. Names of those that had to be killed. Idempotent."""
@@ -109,7 +113,8 @@ class Supervisor:
             if self._stopping:
                 return
             now = time.monotonic()
-            if code == REFUSED_EXIT_CODE or (len(deaths) == deaths.maxlen and now - deaths[0] < 60.0):
+            is_refused = code == REFUSED_EXIT_CODE and not deaths
+            if is_refused or (len(deaths) == deaths.maxlen and now - deaths[0] < 60.0):
                 raise SupervisorError(_obituary(child))
             deaths.append(now)
             self._tell(f"{name} (pid {child.pid}) ended with {_ending(code)}; starting it again")
