@@ -1,7 +1,7 @@
 """Ask halfmoon over NATS alone, from any program: needs `pip install nats-py msgpack`, and nothing of halfmoon.
 
     python publish.py SmolLM2-135M-Instruct "Why is the sky blue?"
-    python publish.py SmolLM2-135M-Instruct '[1, 9690, 198]'          # token ids
+    python publish.py SmolLM2-135M-Instruct '[1, 9690, 198]' 20       # token ids; at most 20 tokens in answer
 
 From a shell, as JSON; answers come as JSON lines, the last one is `finished.v1` or `failed.v1`:
 
@@ -22,14 +22,14 @@ import nats
 TIMEOUT_S = 120
 
 
-async def main(model: str, question: str) -> int:
+async def main(model: str, question: str, max_tokens: int = 100) -> int:
     connection = await nats.connect(os.environ.get("HALFMOON_NATS_URL", "nats://127.0.0.1:4222"))
     answers = await connection.subscribe(inbox := connection.new_inbox())
     request_id = str(uuid.uuid4())
     request: dict[str, object] = {
         "type": "request.submitted.v1",
         "request_id": request_id,
-        "sampling": {"max_tokens": 100, "temperature": 0},
+        "sampling": {"max_tokens": max_tokens, "temperature": 0},
     }
     if question.startswith("["):
         request["tokens"] = json.loads(question)
@@ -58,6 +58,6 @@ async def main(model: str, question: str) -> int:
 
 
 if __name__ == "__main__":
-    if len(sys.argv) != 3:
+    if len(sys.argv) not in (3, 4):
         sys.exit(__doc__)
-    sys.exit(asyncio.run(main(sys.argv[1], sys.argv[2])))
+    sys.exit(asyncio.run(main(sys.argv[1], sys.argv[2], *map(int, sys.argv[3:]))))

@@ -28,7 +28,7 @@ EXAMPLE = Path(__file__).parents[2] / "examples" / "publish.py"
 
 def test_the_example_answers(shm_system: System) -> None:
     done = subprocess.run(
-        [sys.executable, str(EXAMPLE), MODEL, "Say hello."],
+        [sys.executable, str(EXAMPLE), MODEL, "Say hello.", "12"],
         env=os.environ | {"HALFMOON_NATS_URL": shm_system.nats_url},
         capture_output=True,
         text=True,
@@ -43,14 +43,14 @@ def test_the_example_answers(shm_system: System) -> None:
 def test_the_example_takes_token_ids(shm_system: System, model_path: Path) -> None:
     prompt = random_tokens(70, 99)
     done = subprocess.run(
-        [sys.executable, str(EXAMPLE), MODEL, json.dumps(prompt)],
+        [sys.executable, str(EXAMPLE), MODEL, json.dumps(prompt), "5"],
         env=os.environ | {"HALFMOON_NATS_URL": shm_system.nats_url},
         capture_output=True,
         text=True,
         timeout=200,
     )
     assert done.returncode == 0, done.stderr
-    assert "'prompt_tokens': 70" in done.stdout
+    assert "'prompt_tokens': 70, 'completion_tokens': 5" in done.stdout
 
 
 async def test_plain_request_reply_in_json(shm_system: System, model_path: Path) -> None:

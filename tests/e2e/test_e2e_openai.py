@@ -25,7 +25,7 @@ def client(shm_system: System) -> Iterator[openai.OpenAI]:
 
 
 def test_streamed_text_equals_the_whole(client: openai.OpenAI) -> None:
-    arguments: Any = {"model": MODEL, "messages": QUESTION, "max_tokens": 24, "temperature": 0}
+    arguments: Any = {"model": MODEL, "messages": QUESTION, "max_tokens": 12, "temperature": 0}
     whole = client.chat.completions.create(**arguments)
     stream = client.chat.completions.create(**arguments, stream=True, stream_options={"include_usage": True})
     chunks = list(stream)
@@ -38,13 +38,13 @@ def test_streamed_text_equals_the_whole(client: openai.OpenAI) -> None:
     assert chunks[-1].choices == []
     assert whole.usage is not None
     assert chunks[-1].usage is not None
-    assert chunks[-1].usage.completion_tokens == whole.usage.completion_tokens == 24
+    assert chunks[-1].usage.completion_tokens == whole.usage.completion_tokens == 12
     assert whole.usage.total_tokens == whole.usage.prompt_tokens + whole.usage.completion_tokens
 
 
 def test_emoji_come_whole(client: openai.OpenAI) -> None:
     """The model continues a row of emoji, each of which is several tokens."""
-    arguments: Any = {"model": MODEL, "prompt": "🌙👋🏽🚀🌙👋🏽🚀🌙👋🏽🚀🌙👋🏽🚀", "max_tokens": 32, "temperature": 0}
+    arguments: Any = {"model": MODEL, "prompt": "🌙👋🏽🚀🌙👋🏽🚀🌙👋🏽🚀🌙👋🏽🚀", "max_tokens": 16, "temperature": 0}
     whole = client.completions.create(**arguments).choices[0].text
     pieces = [chunk.choices[0].text for chunk in client.completions.create(**arguments, stream=True)]
     assert "".join(pieces) == whole
@@ -74,7 +74,7 @@ def test_a_list_of_prompts_and_two_choices_each(client: openai.OpenAI) -> None:
 def test_seeds_decide_and_choices_differ(client: openai.OpenAI) -> None:
     def ask(seed: int) -> list[str | None]:
         answer = client.chat.completions.create(
-            model=MODEL, messages=QUESTION, max_tokens=12, temperature=1.5, seed=seed, n=2
+            model=MODEL, messages=QUESTION, max_tokens=6, temperature=1.5, seed=seed, n=2
         )
         return [choice.message.content for choice in answer.choices]
 
