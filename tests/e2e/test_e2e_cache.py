@@ -52,6 +52,11 @@ def cached_tokens(system: System, key: str, prompt: str) -> int:
     return int(done.json()["usage"]["prompt_tokens_details"]["cached_tokens"])
 
 
+def has_reused(system: System) -> bool:
+    stat = answer(system, "stat")
+    return bool(0 < stat["cached_tokens"] < stat["prompt_tokens"])
+
+
 def test_warm_look_pin_and_flush_a_tenant_while_a_node_is_silent(tcp_system: System, tmp_path: Path) -> None:
     system = tcp_system
     lines, prefix = tmp_path / "prompts.txt", tmp_path / "prefix.txt"
@@ -65,7 +70,8 @@ def test_warm_look_pin_and_flush_a_tenant_while_a_node_is_silent(tcp_system: Sys
     assert (first["num_done"], first["num_too_short"], first["num_failed"], first["num_missing"]) == (2, 1, 0, 0)
     assert (first["num_there"], again["num_new"], again["num_there"]) == (0, 0, first["num_new"])
     assert again["num_tokens"] == 0 < first["num_tokens"], "what is there isn't run again"
-    assert cached_tokens(system, "sk-beta", PROMPTS[0]) == 0 < cached_tokens(system, "sk-beta", PROMPTS[0])
+    assert cached_tokens(system, "sk-beta", PROMPTS[0]) == 0
+    until_blocking(lambda: cached_tokens(system, "sk-beta", PROMPTS[0]) >= 64, what="the conductor has heard of it")
     assert cached_tokens(system, "sk-alpha", PROMPTS[0]) >= 64, "keys are those of the gateway"
 
     alpha, beta = keys_of(system, "alpha"), keys_of(system, "beta")
@@ -84,10 +90,10 @@ def test_warm_look_pin_and_flush_a_tenant_while_a_node_is_silent(tcp_system: Sys
     stat = answer(system, "stat")
     assert sum(node["pool"]["pinned"] for node in stat["nodes"]) >= pinned["num_changed"]
     assert {row["key"] for row in answer(system, "ls", "--tenant=alpha")["chunks"] if row["pinned"]} <= alpha
-    assert 0 < stat["cached_tokens"] < stat["prompt_tokens"]
+    until_blocking(lambda: has_reused(system), what="the conductor's heartbeat tells of what was reused")
     for screen in (cache(system, "stat"), cache(system, "ls", "--tenant=alpha")):
         assert screen.exit_code == 0, screen.stderr
-        assert "node-a" in screen.stdout
+        assert "node-a" in screen.stdout or "node-b" in screen.stdout
 
     silent = system.pid("kv-tier-node-b")
     os.kill(silent, signal.SIGSTOP)
@@ -99,8 +105,10 @@ def test_warm_look_pin_and_flush_a_tenant_while_a_node_is_silent(tcp_system: Sys
     assert errors["node-a"] == ""
     assert errors["node-b"] != ""
     assert flushed["num_unpinned"] == pinned["num_changed"]
-    until_blocking(lambda: not keys_of(system, "alpha"), 30.0, what="node-b makes up for it")
-    assert keys_of(system, "beta") == beta
+    # Until it answers again, nothing is listed of it.
+    until_blocking(
+        lambda: keys_of(system, "beta") == beta and not keys_of(system, "alpha"), 30.0, what="node-b makes up for it"
+    )
     assert cached_tokens(system, "sk-alpha", PROMPTS[0]) == 0
     assert cached_tokens(system, "sk-beta", PROMPTS[0]) >= 64
 

@@ -49,11 +49,14 @@ async def test_the_same_tenant_hits_another_misses_and_each_has_its_account(
     before = {tenant: Counter(account_of(conductor_metrics, tenant)) for tenant in ("alpha", "beta")}
     used = {"alpha": Counter[str](), "beta": Counter[str]()}
     for tenant in ("alpha", "beta"):
-        cold, warm = usage_of(tcp_system, f"sk-{tenant}"), usage_of(tcp_system, f"sk-{tenant}")
-        assert cold["cached"] == 0
-        assert warm["cached"] > 0
-        used[tenant].update(cold)
-        used[tenant].update(warm)
+        usages = [usage_of(tcp_system, f"sk-{tenant}")]
+        assert usages[0]["cached"] == 0
+        # The conductor hears of a chunk a little after the answer that it was computed for.
+        while usages[-1]["cached"] == 0 and len(usages) < 20:
+            usages.append(usage_of(tcp_system, f"sk-{tenant}"))
+        assert usages[-1]["cached"] > 0
+        for usage in usages:
+            used[tenant].update(usage)
 
     def has_been_told() -> bool:
         return all(account_of(conductor_metrics, tenant) == before[tenant] + used[tenant] for tenant in used)
