@@ -49,8 +49,10 @@ class Decision:
 
     def sources(self, choice: PrefillChoice) -> tuple[tuple[ChunkSource, ...], ...]:
         """For each chunk that the choice reuses, where it is, best first."""
-        chunk_bytes = self.card.payload_bytes(self.card.chunk_tokens)
-        prefix = CachedPrefix(self.ask.match, chunk_bytes, self.estimates, self.ask.request_id)
+        prefix = self.plan.prefix
+        if prefix is None:
+            chunk_bytes = self.card.payload_bytes(self.card.chunk_tokens)
+            prefix = CachedPrefix(self.ask.match, chunk_bytes, self.estimates, self.ask.request_id)
         return prefix.sources(choice.num_reused, choice.worker.node, self.cluster.nodes)
 
     def hits(self) -> Counter[str]:

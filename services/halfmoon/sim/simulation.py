@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from halfmoon.scheduling.admission import admit
-from halfmoon.scheduling.cluster import Cluster, WorkerLoad
+from halfmoon.scheduling.cluster import Cluster, Group, Workers
 from halfmoon.scheduling.contract import Ask, Costs, Plan
 from halfmoon.scheduling.index import ChunkIndex, Match
 from halfmoon.scheduling.outlook import Outlook
@@ -70,6 +70,8 @@ class Simulation:
         self._judged = ServiceClass(ttft_s=options.slo.ttft_s, tbt_s=options.slo.tbt_s if options.judges_tbt else None)
         self._prefills = Shortlist(options.policy, options.seed, cluster.prefills.values())
         self._decodes = Shortlist(options.policy, options.seed, cluster.decodes.values())
+        self._seen_prefills = self._seen_takers = Workers()
+        """As the last decision saw them."""
         self._turn = 0
         self._arrivals: Iterator[SimRequest] = iter(())
 
@@ -138,8 +140,10 @@ class Simulation:
             takers = self._decodes.of(lambda each: _loads(each, "backlog_s"), match, self._turn)
         else:
             takers = self._decodes.of(lambda each: _loads(each, "num_sent"), Match(), self._turn)
-        workers: tuple[WorkerLoad, ...] = (*(each.load for each in chosen), *(each.load for each in takers))
-        return Cluster(workers, cluster.nodes, {})
+        self._seen_prefills = self._seen_prefills.reloaded([each.load for each in chosen])
+        self._seen_takers = self._seen_takers.reloaded([each.load for each in takers])
+        group = Group(cluster.card, self._seen_prefills, self._seen_takers)
+        return Cluster((*group.prefills, *group.takers), cluster.nodes, {}, groups=(group,))
 
     def _backlogs(self, prefills: Sequence[PrefillInstance]) -> NDArray[np.float64]:
         """`PrefillInstance.backlog_s` of many at once."""

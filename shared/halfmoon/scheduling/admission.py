@@ -100,8 +100,8 @@ def _needs_no_prefill(ask: Ask, group: Candidates) -> bool:
 
 def _fitting(group: Candidates, ask: Ask) -> Candidates | None:
     num_tokens = ask.num_tokens
-    limits = [Workers.of(side).table.limit_tokens for side in (group.prefills, group.decodes) if side]
-    if all(limit_tokens.min() > num_tokens for limit_tokens in limits):
+    sides = [Workers.of(side) for side in (group.prefills, group.decodes) if side]
+    if all(side.least_limit_tokens > num_tokens for side in sides):
         return group
     return _only(
         group,
@@ -113,8 +113,8 @@ def _fitting(group: Candidates, ask: Ask) -> Candidates | None:
 
 def _with_room(group: Candidates, ask: Ask, costs: Costs) -> Candidates | None:
     most = costs.max_waiting_per_worker
-    lines = [Workers.of(side).table.num_waiting for side in (group.prefills, group.decodes) if side]
-    if all(num_waiting.max() < most for num_waiting in lines):
+    sides = [Workers.of(side) for side in (group.prefills, group.decodes) if side]
+    if all(side.table.num_waiting.max() < most for side in sides):
         return group
     return _only(
         group,

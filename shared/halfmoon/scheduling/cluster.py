@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -13,8 +14,7 @@ from halfmoon.schemas.model import ModelCard
 from halfmoon.schemas.splits import Role
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WorkerLoad:
+class WorkerLoad(msgspec.Struct, frozen=True, kw_only=True):
     """One worker, as policies see it: its last heartbeat, and what was sent to it since."""
 
     worker: WorkerId
@@ -35,33 +35,36 @@ class WorkerLoad:
     prefill_tokens_per_s: float | None = None
     decode_step_s: float | None = None
 
-    limit_tokens: int = field(init=False)
-    """Prompt and completion together, at most, of one request here."""
-    occupancy: float = field(init=False)
-    """Share of its batch in use; above 1 where some wait."""
-    used: float = field(init=False)
-    """Share of its KV in use; 0 where it isn't known how much it has."""
-    fullness: float = field(init=False)
-    """Both in sum."""
-
-    def __post_init__(self) -> None:
-        # Looked at for every worker in every decision: worked out once.
+    @property
+    def limit_tokens(self) -> int:
+        """Prompt and completion together, at most, of one request here."""
         most = self.card.max_model_tokens
-        object.__setattr__(self, "limit_tokens", min(most, self.total_tokens) if self.total_tokens else most)
-        object.__setattr__(self, "used", 1 - self.free_tokens / self.total_tokens if self.total_tokens else 0.0)
-        object.__setattr__(self, "occupancy", self.num_requests / max(1, self.max_requests))
-        object.__setattr__(self, "fullness", self.occupancy + self.used)
+        return min(most, self.total_tokens) if self.total_tokens else most
+
+    @property
+    def occupancy(self) -> float:
+        """Share of its batch in use; above 1 where some wait."""
+        return self.num_requests / max(1, self.max_requests)
+
+    @property
+    def used(self) -> float:
+        """Share of its KV in use; 0 where it isn't known how much it has."""
+        return 1 - self.free_tokens / self.total_tokens if self.total_tokens else 0.0
+
+    @property
+    def fullness(self) -> float:
+        """Both in sum."""
+        return self.occupancy + self.used
 
     @property
     def column(self) -> tuple[float, ...]:
         """What a `Table` has of it."""
         return (
             self.num_requests,
-            self.num_waiting,
             self.queued_tokens,
             self.queued_pairs,
+            self.num_waiting,
             self.context_tokens,
-            self.limit_tokens,
             self.fullness,
         )
 
@@ -70,11 +73,10 @@ class Table(NamedTuple):
     """Of some workers, in their order, float64: what is reckoned for all of them is one operation."""
 
     num_requests: npt.NDArray[np.float64]
-    num_waiting: npt.NDArray[np.float64]
     queued_tokens: npt.NDArray[np.float64]
     queued_pairs: npt.NDArray[np.float64]
+    num_waiting: npt.NDArray[np.float64]
     context_tokens: npt.NDArray[np.float64]
-    limit_tokens: npt.NDArray[np.float64]
     fullness: npt.NDArray[np.float64]
 
 
@@ -111,11 +113,22 @@ class Workers(tuple[WorkerLoad, ...]):
         if not changed:
             return self
         workers, rows = list(self), self._rows.copy()
+        is_limit_same = True
         for place, load in changed:
+            is_limit_same = is_limit_same and load.limit_tokens == workers[place].limit_tokens
             workers[place] = load
             rows[:, place] = load.column
         new = Workers(workers)
-        vars(new).update(roster=self.roster, _rows=rows)
+        vars(new).update(roster=self.roster, _rows=rows, table=Table(*rows))
+        if is_limit_same:
+            vars(new).update(least_limit_tokens=self.least_limit_tokens)
+        return new
+
+    def reloaded(self, loads: Sequence[WorkerLoad]) -> "Workers":
+        """All of these. Where they are the same workers, who they are isn't worked out again."""
+        new = Workers(loads)
+        if len(loads) == len(self) and all(map(_is_same, self, loads)):
+            vars(new).update(roster=self.roster)
         return new
 
     @cached_property
@@ -126,6 +139,16 @@ class Workers(tuple[WorkerLoad, ...]):
     def table(self) -> Table:
         return Table(*self._rows)
 
+    @property
+    def queued(self) -> npt.NDArray[np.float64]:
+        """The table's first three rows: what a worker computes before it begins with another prompt."""
+        return self._rows[:3]
+
+    @cached_property
+    def least_limit_tokens(self) -> int:
+        """What fits into each of them. There is at least one."""
+        return min(worker.limit_tokens for worker in self)
+
     @cached_property
     def _rows(self) -> npt.NDArray[np.float64]:
         """One for each field of `Table`, one column for each worker."""
@@ -133,8 +156,11 @@ class Workers(tuple[WorkerLoad, ...]):
         return np.array(columns, np.float64).reshape(-1, len(Table._fields)).T.copy()
 
 
-@dataclass(frozen=True, slots=True)
-class Group:
+def _is_same(before: WorkerLoad, load: WorkerLoad) -> bool:
+    return before.worker == load.worker and before.node == load.node and before.role is load.role
+
+
+class Group(msgspec.Struct, frozen=True):
     """Workers that have the same KV, and so can work together."""
 
     card: ModelCard

@@ -9,6 +9,7 @@ import msgspec
 from halfmoon.scheduling.cluster import WorkerLoad
 from halfmoon.scheduling.estimates import Assumed, Estimates
 from halfmoon.scheduling.index import Match
+from halfmoon.scheduling.prefix import CachedPrefix
 from halfmoon.schemas.ids import NodeId, RequestId, WorkerId
 from halfmoon.schemas.model import ModelCard
 from halfmoon.schemas.splits import Role
@@ -43,8 +44,7 @@ class Ask(msgspec.Struct, frozen=True, kw_only=True):
         return self.hot.get(worker, 0)
 
 
-@dataclass(frozen=True, slots=True)
-class Candidates:
+class Candidates(msgspec.Struct, frozen=True):
     """Workers that can serve one request together: all have the same KV. Neither list is ever empty, but `prefills`
     where no prefill is needed, or only colocated workers are there."""
 
@@ -107,6 +107,8 @@ class Plan:
     reason: str
     """Why the first of each is the first, for a trace."""
     replication: Replication | None = None
+    prefix: CachedPrefix | None = field(default=None, compare=False)
+    """The match as the policy priced it, if it did: to name its sources without pricing them once more."""
 
 
 class Policy(Protocol):

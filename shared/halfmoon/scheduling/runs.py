@@ -88,10 +88,14 @@ class ChunkRuns:
             del self._alone[key]
             return
         keys, numbers = self._keys[run], self._unfolded(run)
+        size = self._key_bytes
         del self._run_of[_bits(key)]
-        self._store(run, keys[: at * self._key_bytes], numbers[:at])
+        if not at:
+            self._shorten(run, keys[size:], numbers[1:])
+            return
+        self._shorten(run, keys[: at * size], numbers[:at])
         if at + 1 < len(numbers):
-            self._store(self._new(), keys[(at + 1) * self._key_bytes :], numbers[at + 1 :])
+            self._store(self._new(), keys[(at + 1) * size :], numbers[at + 1 :])
 
     def along(self, keys: Sequence[ChunkKey]) -> list[int]:
         """Numbers of a prompt's chunks, up to the first that isn't there."""
@@ -175,14 +179,18 @@ class ChunkRuns:
         return before, begin
 
     def _store(self, run: int, keys: bytes, numbers: "array[int]") -> None:
-        """What is left of a run, under the same or a new name; one chunk is none."""
+        """Keys under another run's name than before."""
+        self._shorten(run, keys, numbers)
+        if len(numbers) > 1:
+            self._run_of.update(dict.fromkeys(map(_bits, self.cut(keys)), run))
+
+    def _shorten(self, run: int, keys: bytes, numbers: "array[int]") -> None:
+        """What is left of a run; one chunk is none."""
         if len(numbers) > 1:
             self._set(run, keys, numbers)
-            self._run_of.update(dict.fromkeys(map(_bits, self.cut(keys)), run))
             return
-        for key, number in zip(self.cut(keys), numbers, strict=True):
-            del self._run_of[_bits(key)]
-            self._alone[key] = number
+        del self._run_of[_bits(keys)]
+        self._alone[ChunkKey(keys)] = numbers[0]
         self._free(run)
 
     def _free(self, run: int) -> None:

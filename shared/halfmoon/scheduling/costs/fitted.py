@@ -128,27 +128,28 @@ class Fitted(Estimates):
         models = self._prefill.columns(Workers.of(workers))
         if models is None:
             return super().prefills_s(workers, num_tokens, num_reused)
-        a, b, c = models
-        return a + (num_tokens - num_reused) * b + token_pairs(num_tokens, num_reused) * c
+        features = np.array((1.0, num_tokens - num_reused, token_pairs(num_tokens, num_reused)))
+        prefills_s: Column = features.dot(models)
+        return prefills_s
 
     def queues_s(self, workers: Sequence[WorkerLoad]) -> Column:
         workers = Workers.of(workers)
         models = self._prefill.columns(workers)
         if models is None:
             return super().queues_s(workers)
-        a, b, c = models
-        load = workers.table
-        queues_s = load.num_requests * a + load.queued_tokens * b + load.queued_pairs * c
-        return np.where(load.queued_tokens, queues_s, 0.0)
+        queues_s = np.add.reduce(workers.queued * models)
+        return np.where(workers.table.queued_tokens, queues_s, 0.0)
 
     def next_tbts_s(self, workers: Sequence[WorkerLoad], num_tokens: int) -> Column:
         workers = Workers.of(workers)
         models = self._tbt.columns(workers)
         if models is None:
             return super().next_tbts_s(workers, num_tokens)
-        a, b, c = models
+        _, per_request, per_token = models
         load = workers.table
-        return a + (load.num_requests + 1) * b + (load.context_tokens + num_tokens) * c
+        with_it_s = np.array((1.0, 1.0, num_tokens)).dot(models)
+        tbts_s: Column = with_it_s + load.num_requests * per_request + load.context_tokens * per_token
+        return tbts_s
 
     def least_pull_s(self, num_bytes: int) -> float:
         latency_s, per_byte_s = self._least_pull

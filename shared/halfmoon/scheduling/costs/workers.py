@@ -15,7 +15,8 @@ from halfmoon.scheduling.costs.regression import Regression
 from halfmoon.schemas.ids import WorkerId
 
 Key = tuple[str, ...]
-Coefficients = tuple[npt.NDArray[np.float64], ...]
+Coefficients = npt.NDArray[np.float64]
+"""One row for each coefficient, one column for each worker."""
 
 
 class WorkerModels:
@@ -45,8 +46,8 @@ class WorkerModels:
         return None if model is None else model.coefficients
 
     def columns(self, workers: Workers) -> Coefficients | None:
-        """First, second and third coefficients of these workers; None where one of them has no model."""
+        """Those of these workers, in their order; None where one of them has no model."""
         if self._columns is None or self._columns[0] is not workers.roster:
             known = [model for worker in workers if (model := self.of(worker)) is not None]
-            self._columns = (workers.roster, tuple(np.array(known).T) if len(known) == len(workers) > 0 else None)
+            self._columns = (workers.roster, np.array(known).T.copy() if len(known) == len(workers) > 0 else None)
         return self._columns[1]

@@ -53,7 +53,11 @@ class Decoding:
         bounds = self._num_coming * tbts_s + FULL_BATCH_COST_S * workers.table.fullness
         if self._prefill is not None:
             bounds += self._until_there_s(workers.roster, self._prefill)
-        return tuple(best(bounds, workers, self._choose, self._key, self._num_choices))
+
+        def choose(place: int) -> DecodeChoice:
+            return self._choose(workers[place], tbts_s.item(place))
+
+        return tuple(best(bounds, choose, self._key, self._num_choices))
 
     def _until_there_s(self, roster: Roster, prefill: PrefillChoice) -> npt.NDArray[np.float64]:
         """Seconds until the prompt's KV is in each worker's engine, at least. All wait for the same prefill, but those
@@ -69,13 +73,12 @@ class Decoding:
         far = 0 if prefill is None else self._estimates.distance(prefill.worker.node, worker.node)
         return (choice.cost_s, far, lot(self._ask, worker))
 
-    def _choose(self, worker: WorkerLoad) -> DecodeChoice:
+    def _choose(self, worker: WorkerLoad, tbt_s: float) -> DecodeChoice:
         ask = self._ask
         needed = _needed_tokens(ask, worker)
         has_room = not worker.total_tokens or needed <= worker.free_tokens
         room_s = 0.0 if has_room else NO_ROOM_COST_S * needed / worker.total_tokens
         kv_s, is_alone = self._kv_s(worker, may_begin=has_room and not worker.num_waiting)
-        tbt_s = self._estimates.tbt_s(worker, worker.num_requests + 1, worker.context_tokens + ask.num_tokens)
         return DecodeChoice(
             worker=worker,
             cost_s=kv_s + room_s + self._num_coming * tbt_s + FULL_BATCH_COST_S * worker.fullness,

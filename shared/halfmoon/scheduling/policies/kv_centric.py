@@ -25,6 +25,7 @@ Decode goes where the request would end first; see `decoding`.
 from collections.abc import Sequence
 
 import numpy as np
+import numpy.typing as npt
 
 from halfmoon.scheduling.cluster import WorkerLoad, Workers
 from halfmoon.scheduling.contract import Ask, Candidates, Costs, Plan, PrefillChoice, Replication
@@ -50,14 +51,15 @@ class KvCentric:
         prefills: tuple[PrefillChoice, ...] = ()
         replication: Replication | None = None
         if ask.has_chunks:
-            queues_s = np.asarray(estimates.queues_s(candidates.prefills)).tolist()
-            self.balance.observe(queues_s)
+            queues_s = np.asarray(estimates.queues_s(candidates.prefills))
+            self.balance.observe(queues_s.tolist())
             prefills = prefilling.rank(candidates.prefills, queues_s)
             if prefills:
-                replication = prefilling.replication(prefills[0], candidates.prefills, queues_s)
+                replication = prefilling.replication(prefills[0], candidates.prefills, queues_s.tolist())
         decoding = Decoding(ask, card, costs, prefills[0] if prefills else None, prefilling.choose)
         decodes = decoding.rank(candidates.decodes)
-        return Plan(card, prefills, decodes, described(ask, prefills, decodes[0]), replication)
+        reason = described(ask, prefills, decodes[0])
+        return Plan(card, prefills, decodes, reason, replication, prefilling.prefix)
 
 
 class _Prefilling:
@@ -72,39 +74,45 @@ class _Prefilling:
         self._chunk_bytes = card.payload_bytes(card.chunk_tokens)
         self._least_pull_s = costs.estimates.least_pull_s(len(ask.match) * self._chunk_bytes)
         """Of the whole prefix, between any two nodes."""
-        self._prefix = CachedPrefix(ask.match, self._chunk_bytes, costs.estimates, ask.request_id)
+        self.prefix = CachedPrefix(ask.match, self._chunk_bytes, costs.estimates, ask.request_id)
 
-    def rank(self, workers: Sequence[WorkerLoad], queues_s: Sequence[float]) -> tuple[PrefillChoice, ...]:
-        ask, estimates, prefix = self._ask, self._estimates, self._prefix
-        num_best = len(ask.match)
-        bounds = np.asarray(estimates.prefills_s(workers, ask.num_tokens, 0))
-        if num_best or ask.hot:
-            num_most = max(num_best, max(ask.hot.values(), default=0))
-            with_s = np.asarray(estimates.prefills_s(workers, ask.num_tokens, self._tokens(num_most)))
+    def rank(self, workers: Sequence[WorkerLoad], queues_s: npt.NDArray[np.float64]) -> tuple[PrefillChoice, ...]:
+        ask, prefix = self._ask, self.prefix
+        alone_s = rest_s = bounds = self._prefills_s(workers, 0)
+        if ask.match or ask.hot:
+            rest_s = self._prefills_s(workers, len(ask.match))
+            num_most = max(len(ask.match), max(ask.hot.values(), default=0))
+            most_s = self._prefills_s(workers, num_most) if num_most > len(ask.match) else rest_s
             near = Workers.of(workers).roster.near(prefix.holders, ask.hot)
-            bounds = np.minimum(bounds, self._least_pull_s + with_s)
-            bounds[near] = with_s[near]
-        bounds = bounds + queues_s
-        return tuple(best(bounds, workers, self.choose, self._key, self._num_choices))
+            bounds = np.minimum(alone_s, self._least_pull_s + most_s)
+            bounds[near] = most_s[near]
+
+        def choose(place: int) -> PrefillChoice:
+            return self._choose(workers[place], queues_s.item(place), alone_s.item(place), rest_s.item(place))
+
+        return tuple(best(bounds + queues_s, choose, self._key, self._num_choices))
 
     def _key(self, choice: PrefillChoice) -> tuple[float, ...]:
         worker = choice.worker
-        return (choice.cost_s, worker.occupancy, self._prefix.distance(worker.node), lot(self._ask, worker))
+        return (choice.cost_s, worker.occupancy, self.prefix.distance(worker.node), lot(self._ask, worker))
 
     def choose(self, worker: WorkerLoad) -> PrefillChoice:
         """What this worker does best: compute after what it has, or pull."""
-        ask, estimates, prefix = self._ask, self._estimates, self._prefix
-        held = prefix.on(worker.node)
-        num_hot = ask.num_hot(worker.worker)
-        num_there = max(held.num_leading, num_hot)
-        queue_s = estimates.queue_s(worker)
+        queue_s = self._estimates.queue_s(worker)
+        return self._choose(worker, queue_s, self._compute_s(worker, 0), self._compute_s(worker, len(self._ask.match)))
+
+    def _choose(self, worker: WorkerLoad, queue_s: float, alone_s: float, rest_s: float) -> PrefillChoice:
+        """`alone_s`: to compute the whole prompt; `rest_s`: what follows the longest prefix."""
+        prefix, num_best = self.prefix, len(self._ask.match)
+        held, num_hot = prefix.on(worker.node), self._ask.num_hot(worker.worker)
         num_reused, num_pulled = held.num_leading, 0
-        cost_s = held.read_s + estimates.prefill_s(worker, ask.num_tokens, self._tokens(num_there))
-        if self._balance.is_worth_moving(len(ask.match), num_there):
-            rest_s = estimates.prefill_s(worker, ask.num_tokens, self._tokens(len(ask.match)))
-            least_s = 0.0 if held.num_leading else self._least_pull_s
-            if rest_s + least_s < cost_s and rest_s + (pull := prefix.pull_to(worker.node)).total_s < cost_s:
-                cost_s, num_reused, num_pulled = rest_s + pull.total_s, len(ask.match), pull.num_chunks
+        num_there = max(num_reused, num_hot)
+        cost_s = held.read_s + (self._compute_s(worker, num_there) if num_there else alone_s)
+        least_s = rest_s if num_reused else rest_s + self._least_pull_s
+        if least_s < cost_s and self._balance.is_worth_moving(num_best, num_there):
+            pull = prefix.pull_to(worker.node)
+            if rest_s + pull.total_s < cost_s:
+                cost_s, num_reused, num_pulled = rest_s + pull.total_s, num_best, pull.num_chunks
         return PrefillChoice(
             worker=worker, num_reused=num_reused, num_pulled=num_pulled, num_hot=num_hot, cost_s=queue_s + cost_s
         )
@@ -113,7 +121,7 @@ class _Prefilling:
         self, first: PrefillChoice, workers: Sequence[WorkerLoad], queues_s: Sequence[float]
     ) -> Replication | None:
         """A copy of the whole prefix on the idlest node without it, where all who could do without pulling are busy."""
-        prefix, num_best = self._prefix, len(self._ask.match)
+        prefix, num_best = self.prefix, len(self._ask.match)
         if not num_best or prefix.on(first.worker.node).num_leading < num_best:
             return None
         mean_s = sum(queues_s) / len(queues_s)
@@ -137,6 +145,9 @@ class _Prefilling:
 
     def _compute_s(self, worker: WorkerLoad, num_chunks: int) -> float:
         return self._estimates.prefill_s(worker, self._ask.num_tokens, self._tokens(num_chunks))
+
+    def _prefills_s(self, workers: Sequence[WorkerLoad], num_chunks: int) -> npt.NDArray[np.float64]:
+        return np.asarray(self._estimates.prefills_s(workers, self._ask.num_tokens, self._tokens(num_chunks)))
 
     def _tokens(self, num_chunks: int) -> int:
         return min(num_chunks * self._card.chunk_tokens, self._ask.num_tokens)

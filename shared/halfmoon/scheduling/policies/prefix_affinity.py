@@ -27,8 +27,9 @@ class PrefixAffinity:
 
         prefills: tuple[PrefillChoice, ...] = ()
         if ask.has_chunks:
-            bounds = estimates.queues_s(candidates.prefills)
-            prefills = tuple(best(bounds, candidates.prefills, here, key, costs.num_choices))
+            workers = candidates.prefills
+            bounds = estimates.queues_s(workers)
+            prefills = tuple(best(bounds, lambda place: here(workers[place]), key, costs.num_choices))
         decoding = Decoding(ask, card, costs, prefills[0] if prefills else None, here)
         decodes = decoding.rank(candidates.decodes)
         return Plan(card, prefills, decodes, described(ask, prefills, decodes[0]))

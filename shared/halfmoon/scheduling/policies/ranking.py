@@ -30,27 +30,26 @@ def lot(ask: Ask, worker: WorkerLoad) -> int:
 
 def best(
     bounds: Column,
-    workers: Sequence[WorkerLoad],
-    choose: Callable[[WorkerLoad], C],
+    choose: Callable[[int], C],
     key: Callable[[C], tuple[float, ...]],
     num_choices: int,
 ) -> list[C]:
-    """The `num_choices` least by `key`, whose first part is the cost. `bounds`: what each worker costs at least.
+    """The `num_choices` least by `key`, whose first part is the cost, of what `choose` makes of a worker's place.
+    `bounds`: what each worker costs at least.
 
     The same as choosing for all workers and sorting: once a bound is above the worst of enough choices, no later one
     can be among them.
     """
     bounds = np.asarray(bounds)
-    order = bounds.argsort()
     found: list[C] = []
     costs_s: list[float] = []
     """The least, in order."""
     worst_s = math.inf
     """The last of them, where they are enough."""
-    for place, bound_s in zip(order.tolist(), bounds[order].tolist(), strict=True):
-        if bound_s > worst_s + _ROUNDING:
+    for place in bounds.argsort().tolist():
+        if bounds.item(place) > worst_s + _ROUNDING:
             break
-        choice = choose(workers[place])
+        choice = choose(place)
         if choice.cost_s <= worst_s:
             found.append(choice)
             bisect.insort(costs_s, choice.cost_s)
