@@ -5,7 +5,6 @@ once; otherwise a burst would all go to the worker that looked free when it bega
 """
 
 import operator
-from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import assert_never
@@ -40,8 +39,7 @@ _PLACE = operator.attrgetter("state", "epoch", "labels", "queued_transfers")
 """Of a pool's heartbeat: what a cluster says of it."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Sent:
+class _Sent(msgspec.Struct, frozen=True):
     """Work that no heartbeat shows yet."""
 
     compute_tokens: int
@@ -200,12 +198,13 @@ class Members:
         reused = min(num_tokens - 1, max(len(half.reuse), half.num_hot) * card.chunk_tokens)
         sent = _Sent(num_tokens - reused, token_pairs(num_tokens, reused), 0, num_tokens, now_s)
         self._sent(known, half.request_id, sent)
-        pulled = Counter([sources[0].node for sources in half.reuse[half.num_hot :] if sources])
-        pulled.pop(known.beat.node, None)
+        chunk_bytes = card.payload_bytes(card.chunk_tokens)
+        pulled: dict[NodeId, int] = {}
+        for sources in half.reuse[half.num_hot :]:
+            if sources and sources[0].node != known.beat.node:
+                pulled[sources[0].node] = pulled.get(sources[0].node, 0) + chunk_bytes
         if pulled:
-            chunk_bytes = card.payload_bytes(card.chunk_tokens)
-            num_bytes = {node: count * chunk_bytes for node, count in pulled.items()}
-            self.traffic.asked(known.beat.node, num_bytes, now_s)
+            self.traffic.asked(known.beat.node, pulled, now_s)
 
     def sent_decode(self, worker: WorkerId, half: DecodeHalf, now_s: float) -> None:
         known = self._workers.get(worker)

@@ -4,7 +4,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 import msgspec
 
@@ -28,8 +28,7 @@ MAX_ROOTS = 4_096
 """Kept, of tenants and models; then they are worked out anew."""
 
 
-@dataclass(frozen=True, slots=True)
-class Decision:
+class Decision(msgspec.Struct, frozen=True):
     """A plan, and what it was made from."""
 
     plan: Plan
@@ -38,14 +37,14 @@ class Decision:
     root: bytes
     keys: tuple[ChunkKey, ...] = ()
     """Of the prompt's whole chunks."""
-    estimates: Estimates = field(default_factory=Assumed)
+    estimates: Estimates = msgspec.field(default_factory=Assumed)
 
     @property
     def card(self) -> ModelCard:
         return self.plan.card
 
     def with_plan(self, plan: Plan) -> "Decision":
-        return self if plan is self.plan else replace(self, plan=plan)
+        return self if plan is self.plan else msgspec.structs.replace(self, plan=plan)
 
     def sources(self, choice: PrefillChoice) -> tuple[tuple[ChunkSource, ...], ...]:
         """For each chunk that the choice reuses, where it is, best first."""

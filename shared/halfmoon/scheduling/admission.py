@@ -3,7 +3,10 @@
 request ─ admit ─▶ Rejection, or Candidates (one model card, its workers) ─ Policy.rank ─▶ Plan
 """
 
+from array import array
 from collections.abc import Sequence
+
+import numpy as np
 
 from halfmoon.scheduling.cluster import Cluster, WorkerLoad, Workers
 from halfmoon.scheduling.contract import Ask, Candidates, Costs
@@ -67,13 +70,22 @@ def check_tokens(tokens: Sequence[int], card: ModelCard) -> Error | None:
     """Why these can't be a prompt of this model; None where they can."""
     if not tokens:
         return Error(code=ErrorCode.INVALID_REQUEST, message="the prompt is empty; give at least one token")
-    if min(tokens) < 0 or max(tokens) >= card.vocab_size:
+    if not _are_below(card.vocab_size, tokens):
         place, wrong = next((at, token) for at, token in enumerate(tokens) if not 0 <= token < card.vocab_size)
         return Error(
             code=ErrorCode.INVALID_REQUEST,
             message=f"token {place} of the prompt is {wrong}; ids of {card.name!r} go from 0 to {card.vocab_size - 1}",
         )
     return None
+
+
+def _are_below(limit: int, tokens: Sequence[int]) -> bool:
+    """Whether all are numbers from 0 on, below the limit; packed first, since Python compares them one by one."""
+    try:
+        packed = np.frombuffer(array("I", tokens), np.uintc)
+    except OverflowError:
+        return False
+    return bool(packed.max() < limit)
 
 
 def max_tokens(requested: int | None, num_prompt_tokens: int, limit_tokens: int) -> int:
@@ -114,7 +126,7 @@ def _fitting(group: Candidates, ask: Ask) -> Candidates | None:
 def _with_room(group: Candidates, ask: Ask, costs: Costs) -> Candidates | None:
     most = costs.max_waiting_per_worker
     sides = [Workers.of(side) for side in (group.prefills, group.decodes) if side]
-    if all(side.table.num_waiting.max() < most for side in sides):
+    if all(side.longest_line < most for side in sides):
         return group
     return _only(
         group,

@@ -21,6 +21,8 @@ class Ladder(Generic[K]):
         """`first`: the model of the most general rung, before there is data."""
         self._first = first
         self._models: dict[K, Regression] = {}
+        self.num_changes = 0
+        """How often a model came, went, or got other coefficients: until it grows, all answers stay the same."""
 
     def observe(self, keys: Sequence[K], features: Sequence[float], seconds: float) -> bool:
         """`keys`: from the most particular to the most general. Returns whether that made a model: what `find` says
@@ -35,7 +37,9 @@ class Ladder(Generic[K]):
                     del self._models[next(iter(self._models))]
                 self._models[key] = model
                 is_new = True
+            before = model.coefficients
             model.observe(features, seconds)
+            self.num_changes += is_new or model.coefficients is not before
             above = model
         return is_new
 
@@ -44,6 +48,7 @@ class Ladder(Generic[K]):
 
     def forget(self, key: K) -> None:
         self._models.pop(key, None)
+        self.num_changes += 1
 
     def items(self) -> list[tuple[K, Regression]]:
         return list(self._models.items())

@@ -24,17 +24,16 @@ class WorkerModels:
         self.ladder: Ladder[Key] = Ladder(first)
         self._of: dict[WorkerId, Regression | None] = {}
         """As found last, until a model comes or goes."""
-        self._columns: tuple[Roster, Coefficients | None] | None = None
+        self._columns: tuple[Roster, int, Coefficients | None] | None = None
+        """Of whom, after how many changes, and what they were."""
 
     def observe(self, worker: WorkerId, like: Key, features: tuple[float, ...], seconds: float) -> None:
         if self.ladder.observe(((worker,), like), features, seconds):
             self._of.clear()
-        self._columns = None
 
     def forget(self, worker: WorkerId) -> None:
         self.ladder.forget((worker,))
         self._of.pop(worker, None)
-        self._columns = None
 
     def of(self, worker: WorkerLoad) -> tuple[float, ...] | None:
         """Its coefficients; None where neither it nor any of its like has shown anything."""
@@ -47,7 +46,9 @@ class WorkerModels:
 
     def columns(self, workers: Workers) -> Coefficients | None:
         """Those of these workers, in their order; None where one of them has no model."""
-        if self._columns is None or self._columns[0] is not workers.roster:
+        num_changes = self.ladder.num_changes
+        if self._columns is None or self._columns[0] is not workers.roster or self._columns[1] != num_changes:
             known = [model for worker in workers if (model := self.of(worker)) is not None]
-            self._columns = (workers.roster, np.array(known).T.copy() if len(known) == len(workers) > 0 else None)
-        return self._columns[1]
+            columns = np.array(known).T.copy() if len(known) == len(workers) > 0 else None
+            self._columns = (workers.roster, num_changes, columns)
+        return self._columns[2]

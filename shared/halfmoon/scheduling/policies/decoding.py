@@ -52,21 +52,25 @@ class Decoding:
         tbts_s = np.asarray(self._estimates.next_tbts_s(workers, self._ask.num_tokens))
         bounds = self._num_coming * tbts_s + FULL_BATCH_COST_S * workers.table.fullness
         if self._prefill is not None:
-            bounds += self._until_there_s(workers.roster, self._prefill)
+            bounds = self._with_waits(bounds, workers.roster, self._prefill)
 
         def choose(place: int) -> DecodeChoice:
             return self._choose(workers[place], tbts_s.item(place))
 
         return tuple(best(bounds, choose, self._key, self._num_choices))
 
-    def _until_there_s(self, roster: Roster, prefill: PrefillChoice) -> npt.NDArray[np.float64]:
-        """Seconds until the prompt's KV is in each worker's engine, at least. All wait for the same prefill, but those
-        that have everything hot, or prefill for themselves."""
+    def _with_waits(
+        self, bounds: npt.NDArray[np.float64], roster: Roster, prefill: PrefillChoice
+    ) -> npt.NDArray[np.float64]:
+        """And the seconds until the prompt's KV is in each worker's engine, at least. All wait for the same prefill,
+        but those that have everything hot, or prefill for themselves."""
         num_bytes = self._ask.num_tokens * self._card.kv_bytes_per_token
-        until_s = np.full(len(roster.places), prefill.cost_s + self._estimates.least_pull_s(num_bytes))
-        until_s[roster.on.get(prefill.worker.node, [])] = prefill.cost_s
-        until_s[roster.colocated + roster.near((), self._ask.hot)] = 0.0
-        return until_s
+        with_waits = bounds + (prefill.cost_s + self._estimates.least_pull_s(num_bytes))
+        if beside := roster.on.get(prefill.worker.node):
+            with_waits[beside] = bounds[beside] + prefill.cost_s
+        if waiting_for_none := roster.colocated + roster.near((), self._ask.hot):
+            with_waits[waiting_for_none] = bounds[waiting_for_none]
+        return with_waits
 
     def _key(self, choice: DecodeChoice) -> tuple[float, ...]:
         prefill, worker = self._prefill, choice.worker
