@@ -62,11 +62,11 @@ class IndexMachine(RuleBasedStateMachine):
 
     @rule(node=node_ids, step=later)
     def is_heard(self, node: NodeId, step: int) -> None:
-        self.live[node] = self.epoch(node, step)
+        self.live = {**self.live, node: self.epoch(node, step)}
 
     @rule(node=node_ids)
     def falls_silent(self, node: NodeId) -> None:
-        self.live.pop(node, None)
+        self.live = {each: epoch for each, epoch in self.live.items() if each != node}
 
     @rule()
     def all_are_heard(self) -> None:

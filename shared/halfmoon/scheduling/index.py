@@ -67,7 +67,7 @@ class ChunkIndex:
         self._numbers = ChunkRuns()
         self._sets = HolderSets()
         self._epochs: dict[NodeId, int] = {}
-        self._live: dict[NodeId, int] | None = None
+        self._live: Mapping[NodeId, int] | None = None
         """What the sets' visible nodes were worked out from; None where they have to be anew."""
         self._to_sweep: list[bytes] = []
         """Keys, as the runs had them when the sweep began."""
@@ -127,11 +127,12 @@ class ChunkIndex:
         return self._sets.nodes(self._numbers.get(key, NOBODY))
 
     def match(self, keys: Sequence[ChunkKey], live: Mapping[NodeId, int]) -> Match:
-        """The longest prefix of `keys` that the live nodes hold together. `live` maps each to its present epoch."""
-        if live != self._live:
-            self._live = dict(live)
-            trusted = frozenset(node for node, epoch in live.items() if self._epochs.get(node) == epoch)
-            self._sets.trust(trusted)
+        """The longest prefix of `keys` that the live nodes hold together. `live` maps each to its present epoch; whoever
+        asks with the same mapping again is taken to mean the same, without a look at each node."""
+        if live is not self._live:
+            if live != self._live:
+                self._sets.trust(frozenset(node for node, epoch in live.items() if self._epochs.get(node) == epoch))
+            self._live = live
         numbers = self._numbers.along(keys)
         holders = self._sets.visible(numbers)
         return Match(holders, self._sets.on_ssd(numbers[: len(holders)]))
