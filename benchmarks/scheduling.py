@@ -36,6 +36,8 @@ NUM_CHUNKS: Final = 1_000_000
 NUM_DECISIONS: Final = 2_000
 PROMPTS: Final = (2_048, 8_192)
 ROUNDS: Final = 3
+WARM_BEATS: Final = 20
+"""Heartbeats of each member before the first decision: five seconds after a cluster has come up."""
 _TENANT = TenantId("default")
 _EPOCH = 1
 _CARD = ModelCard(
@@ -81,7 +83,7 @@ class Bench:
         self._beats = [*(self._worker(at, role) for at in range(NUM_PAIRS) for role in (Role.PREFILL, Role.DECODE))]
         self._nodes = [_node(at) for at in range(NUM_PAIRS)]
         self._next = 0
-        for _ in range(len(self._beats) + len(self._nodes)):
+        for _ in range(WARM_BEATS * (len(self._beats) + len(self._nodes))):
             self.beat(0.0)
 
     def beat(self, now_s: float) -> None:
