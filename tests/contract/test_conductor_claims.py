@@ -5,19 +5,25 @@ import msgspec
 from halfmoon.bus.codec import encode
 from halfmoon.bus.endpoint import announce, call
 from halfmoon.bus.errors import BusTimeout, NoResponders
+from halfmoon.conductor.dispatch import HEADER_SENDER
 from halfmoon.schemas import subjects
-from halfmoon.schemas.ids import RequestId, TransferId, WorkerId
+from halfmoon.schemas.ids import RequestId, TenantId, TransferId, WorkerId
 from halfmoon.schemas.members import Goodbye
-from halfmoon.schemas.splits import HalfClaim, HalfClaimed, HalfEnded, Role
-from support.conductors import OpenStage, Stage, request
+from halfmoon.schemas.requests import Sampling
+from halfmoon.schemas.splits import DecodeHalf, HalfClaim, HalfClaimed, HalfEnded, Role
+from support.conductors import CARD, OpenStage, Stage, request
 from support.wait import until, until_awaited
 
 REQUEST = RequestId("req-1")
 
 
-async def claim(stage: Stage, worker: str, transfer_id: TransferId, *, request_id: RequestId = REQUEST) -> bool | None:
+async def claim(
+    stage: Stage, worker: str, transfer_id: TransferId, *, request_id: RequestId = REQUEST, is_repeated: bool = False
+) -> bool | None:
     """None: nobody knows."""
-    question = HalfClaim(request_id=request_id, transfer_id=transfer_id, worker=WorkerId(worker))
+    question = HalfClaim(
+        request_id=request_id, transfer_id=transfer_id, worker=WorkerId(worker), is_repeated=is_repeated
+    )
     try:
         answer = await call(stage.client.bus, subjects.CLAIM, question, HalfClaimed, timeout_s=0.5)
     except BusTimeout:
@@ -53,6 +59,43 @@ async def test_a_request_is_its_decode_workers_until_another_has_it(open_stage: 
     await until(lambda: len(conductor.requests) == 0)
     assert await claim(stage, "d1", transfer_id) is False
     assert await claim(stage, "d2", second.decodes[0].transfer_id) is False
+
+
+async def test_where_the_owner_says_nothing_others_tell_what_they_heard_it_send(open_stage: OpenStage) -> None:
+    stage = await open_stage()
+    before, after = TransferId("xfer-1"), TransferId("xfer-2")
+
+    async def sent(worker: str, transfer_id: TransferId) -> None:
+        """By a conductor that is gone, and was heard by the one that is here."""
+        half = DecodeHalf(
+            request_id=REQUEST,
+            transfer_id=transfer_id,
+            conductor=WorkerId("conductor-gone"),
+            model=CARD.name,
+            tenant=TenantId("default"),
+            root=bytes(32),
+            tokens=(1, 2, 3),
+            sampling=Sampling(max_tokens=4),
+            seed=1,
+            reply="nobody",
+        )
+        headers = {HEADER_SENDER: "conductor-gone"}
+        await stage.client.bus.publish(subjects.split_decode(WorkerId(worker)), encode(half), headers=headers)
+        await until(lambda: _transfer_of(stage) == transfer_id)
+
+    await sent("gone-1", before)
+    assert await claim(stage, "gone-1", before, is_repeated=True) is None
+    await sent("gone-2", after)
+    assert await claim(stage, "gone-1", before) is None, "its owner may still be there"
+    assert await claim(stage, "gone-1", before, is_repeated=True) is False
+    assert await claim(stage, "gone-2", after, is_repeated=True) is None
+    await sent("gone-1", before)
+    assert await claim(stage, "gone-1", after, is_repeated=True) is False, "it has it anew"
+
+
+def _transfer_of(stage: Stage) -> TransferId | None:
+    flight = stage.conductors[0].flights.get(REQUEST)
+    return flight.transfer_id if flight is not None else None
 
 
 async def test_nobody_is_asked_where_no_conductor_is(open_stage: OpenStage) -> None:

@@ -162,6 +162,8 @@ class HalfClaim(Message, frozen=True, tag="half.claim.v1"):
     request_id: RequestId
     transfer_id: TransferId
     worker: WorkerId
+    is_repeated: bool = False
+    """Nobody answered before: the conductor that has it may be gone. Then others answer by what they heard it send."""
 
 
 class HalfClaimed(Message, frozen=True, tag="half.claimed.v1"):

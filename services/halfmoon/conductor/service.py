@@ -118,7 +118,7 @@ class Conductor:
             retry_after_s=config.retry_after_s,
             is_draining=self._is_draining,
         )
-        self._claims = Claims(bus, self.members, self.requests)
+        self._claims = Claims(bus, self.members, self.requests, self.flights)
         self._ears = Ears(
             bus,
             runtime.worker_id,

@@ -59,9 +59,14 @@ class Standing:
     async def claim(self, half: DecodeHalf) -> bool:
         """Whether the request is still this worker's to end. Waits while the bus is away, and while nobody can tell:
         the caller bounds that by the deadline."""
-        question = HalfClaim(request_id=half.request_id, transfer_id=half.transfer_id, worker=self._worker)
         num_silences = 0
         while num_silences < MAX_SILENCES:
+            question = HalfClaim(
+                request_id=half.request_id,
+                transfer_id=half.transfer_id,
+                worker=self._worker,
+                is_repeated=num_silences > 0,
+            )
             try:
                 answer = await call(self._bus, subjects.CLAIM, question, HalfClaimed, timeout_s=CLAIM_TIMEOUT_S)
             except NoResponders:
