@@ -127,8 +127,8 @@ class ChunkIndex:
         return self._sets.nodes(self._numbers.get(key, NOBODY))
 
     def match(self, keys: Sequence[ChunkKey], live: Mapping[NodeId, int]) -> Match:
-        """The longest prefix of `keys` that the live nodes hold together. `live` maps each to its present epoch; the same
-        object again is taken to say the same, without a look at each node."""
+        """The longest prefix of `keys` that the live nodes hold together. `live` maps each to its present epoch; the
+        same object again is taken to say the same, without a look at each node."""
         if live is not self._live:
             if live != self._live:
                 self._sets.trust(frozenset(node for node, epoch in live.items() if self._epochs.get(node) == epoch))
