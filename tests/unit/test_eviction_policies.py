@@ -121,6 +121,17 @@ def test_prefix_aware_never_takes_a_chunk_before_those_that_come_after_it(trace:
         assert orphans == []
 
 
+def test_prefix_aware_spares_a_chunk_that_comes_back_before_those_after_it_have_gone() -> None:
+    policy = make_policy(PolicyName.PREFIX_AWARE, 4, int)
+    policy.insert(1, ChunkFacts(None, 0), Prompt(0, 0, 2, 0))
+    policy.insert(2, ChunkFacts(1, 1), Prompt(0, 0, 2, 0))
+    policy.remove(1)  # A reader has the chunk after it.
+    policy.insert(1, ChunkFacts(None, 0), Prompt(1, 1, 1, 0))
+    assert policy.victims(1, lambda _: True) == [2]
+    policy.remove(2)
+    assert policy.victims(1, lambda _: True) == [1]
+
+
 @pytest.mark.parametrize("name", PolicyName)
 def test_what_was_flushed_is_gone_and_can_come_again(name: PolicyName) -> None:
     policy = make_policy(name, 4, int)

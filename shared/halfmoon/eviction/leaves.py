@@ -1,20 +1,20 @@
 """The chunks that may go, by kind and age: those on which no other chunk in the pool depends."""
 
 import heapq
+from bisect import bisect_right, insort
 from collections import OrderedDict
 from collections.abc import Iterator
 from typing import Generic
 
 from halfmoon.eviction.contract import K
-from halfmoon.eviction.hazard import ReuseModel, bucket_end_ns, bucket_of
+from halfmoon.eviction.hazard import BOUNDS_NS, NUM_BUCKETS, ReuseModel
+from halfmoon.eviction.known import NOWHERE, KnownChunk
 
 _MIN_STALE = 64
-_Place = tuple[int, int]
-"""Kind and age bucket."""
 
 
 class Leaves(Generic[K]):
-    """A queue per kind and age bucket, and a heap of the queues by what a chunk in them is worth.
+    """A queue per kind and age bucket, and the queues in the order of what a chunk in them is worth.
 
     Chunks grow older: `advance` moves those that have left their bucket. Each does so at most once per bucket between
     two uses, so all operations are O(log chunks) on average.
@@ -22,83 +22,62 @@ class Leaves(Generic[K]):
 
     def __init__(self, model: ReuseModel) -> None:
         self._model = model
-        self._places: dict[K, tuple[_Place, int]] = {}
-        """Where each leaf is, and when it was used last."""
-        self._queues: dict[_Place, OrderedDict[K, None]] = {}
-        self._heap: list[tuple[float, _Place]] = []
-        """Holds each queue that isn't empty, once; and some that are, or have gone."""
-        self._listed: set[_Place] = set()
-        """The places in the heap."""
-        self._moves: list[tuple[int, int, K]] = []
-        """When each leaf leaves its bucket, a number that keeps the order, and the leaf; some entries are outdated."""
+        self._queues: dict[int, OrderedDict[KnownChunk[K], None]] = {}
+        """By cell: what is worth the same."""
+        self._order: list[tuple[float, int]] = []
+        """Worth and cell of each queue, the one worth least first; some are empty."""
+        self._moves: list[tuple[int, int, KnownChunk[K]]] = []
+        """A heap: when each leaf leaves its bucket, a number that keeps the order, and the leaf; some are outdated."""
         self._num_moves = 0
 
-    def __contains__(self, key: K) -> bool:
-        return key in self._places
-
-    def add(self, key: K, kind: int, used_ns: int, now_ns: int) -> None:
-        bucket = bucket_of(now_ns - used_ns)
-        place = kind, bucket
-        self._places[key] = place, used_ns
-        self._queue(place)[key] = None
-        if place not in self._listed:
-            self._listed.add(place)
-            heapq.heappush(self._heap, (self._model.worth(*place), place))
-        end_ns = bucket_end_ns(bucket)
-        if end_ns is not None:
+    def add(self, leaf: KnownChunk[K], now_ns: int) -> None:
+        self._place(leaf, now_ns)
+        if leaf.grows_ns:
             self._num_moves += 1
-            heapq.heappush(self._moves, (used_ns + end_ns, self._num_moves, key))
+            heapq.heappush(self._moves, (leaf.grows_ns, self._num_moves, leaf))
 
-    def discard(self, key: K) -> None:
+    def discard(self, chunk: KnownChunk[K]) -> None:
         """Take it out where it is in."""
-        found = self._places.pop(key, None)
-        if found is not None:
-            del self._queues[found[0]][key]
+        if chunk.cell != NOWHERE:
+            del self._queues[chunk.cell][chunk]
+            chunk.cell, chunk.grows_ns = NOWHERE, 0
 
     def advance(self, now_ns: int) -> None:
         """Move what has grown into the next bucket."""
-        while self._moves and self._moves[0][0] <= now_ns:
-            at_ns, _, key = heapq.heappop(self._moves)
-            found = self._places.get(key)
-            if found is None:
+        moves = self._moves
+        while moves and moves[0][0] <= now_ns:
+            at_ns, _, leaf = moves[0]
+            if leaf.grows_ns != at_ns:
+                heapq.heappop(moves)
                 continue
-            (kind, bucket), used_ns = found
-            end_ns = bucket_end_ns(bucket)
-            if end_ns is not None and used_ns + end_ns == at_ns:
-                self.discard(key)
-                self.add(key, kind, used_ns, now_ns)
+            del self._queues[leaf.cell][leaf]
+            self._place(leaf, now_ns)
+            if leaf.grows_ns:
+                self._num_moves += 1
+                heapq.heapreplace(moves, (leaf.grows_ns, self._num_moves, leaf))
+            else:
+                heapq.heappop(moves)
 
     def reprice(self) -> None:
         """The model has been fitted anew: sort the queues by what it says now, and sweep what is outdated."""
-        self._queues = {place: queue for place, queue in self._queues.items() if queue}
-        self._listed = set(self._queues)
-        self._heap = [(self._model.worth(*place), place) for place in self._queues]
-        heapq.heapify(self._heap)
-        if len(self._moves) > 2 * len(self._places) + _MIN_STALE:
-            self._moves = [
-                (used_ns + end_ns, number, key)
-                for number, (key, ((_, bucket), used_ns)) in enumerate(self._places.items(), self._num_moves)
-                if (end_ns := bucket_end_ns(bucket)) is not None
-            ]
-            self._num_moves += len(self._places)
+        self._queues = {cell: queue for cell, queue in self._queues.items() if queue}
+        self._order = sorted((self._model.worth(cell), cell) for cell in self._queues)
+        if len(self._moves) > 2 * sum(map(len, self._queues.values())) + _MIN_STALE:
+            self._moves = [move for move in self._moves if move[2].grows_ns == move[0]]
             heapq.heapify(self._moves)
 
-    def cheapest(self) -> Iterator[tuple[float, K]]:
+    def cheapest(self) -> Iterator[tuple[float, KnownChunk[K]]]:
         """Every leaf with its worth, the one worth least first; in a queue the longest unused. Don't add meanwhile."""
-        while self._heap and not self._queues.get(self._heap[0][1]):
-            _, place = heapq.heappop(self._heap)
-            self._listed.discard(place)
-        if not self._heap:
-            return
-        worth, place = self._heap[0]
-        for key in self._queues[place]:
-            yield worth, key
-        for worth, place in sorted(self._heap)[1:]:
-            for key in self._queues.get(place, ()):
-                yield worth, key
+        for worth, cell in self._order:
+            for leaf in self._queues[cell]:
+                yield worth, leaf
 
-    def _queue(self, place: _Place) -> OrderedDict[K, None]:
-        queue = self._queues.get(place)
+    def _place(self, leaf: KnownChunk[K], now_ns: int) -> None:
+        bucket = bisect_right(BOUNDS_NS, now_ns - leaf.used_ns)
+        cell = leaf.cell = leaf.kind * NUM_BUCKETS + bucket
+        queue = self._queues.get(cell)
         if queue is None:
-            queue = self._queues[place] = OrderedDict()
-        return queue
+            queue = self._queues[cell] = OrderedDict()
+            insort(self._order, (self._model.worth(cell), cell))
+        queue[leaf] = None
+        leaf.grows_ns = leaf.used_ns + BOUNDS_NS[bucket] if bucket < NUM_BUCKETS - 1 else 0

@@ -1,13 +1,14 @@
 """The default: keep what is likely to be used soon, judged by its place in the prompts seen; leaves go first."""
 
 import heapq
+import math
 from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Generic
 
 from halfmoon.eviction.contract import ChunkFacts, K, Prompt
-from halfmoon.eviction.hazard import Kind, ReuseModel, bucket_of
+from halfmoon.eviction.hazard import Kind, ReuseModel, cell_of
+from halfmoon.eviction.known import KnownChunk
 from halfmoon.eviction.leaves import Leaves
 
 _NUM_GHOSTS = 32_768
@@ -23,25 +24,7 @@ _MAX_LENGTH_BITS = 7
 _TAIL: Kind = (-1,)
 """A prompt's last, partly filled chunk: of use to the very same prompt only."""
 
-
-@dataclass(slots=True)
-class _Memory(Generic[K]):
-    """What is remembered of a chunk: as long as it is in the pool, and a while after."""
-
-    key: K
-    depth: int
-    parent: "_Memory[K] | None"
-    """The chunk before this one, while both are in the pool."""
-    full: bool
-    uses: int = 0
-    """Since it was first seen, without the first."""
-    kind: int = 0
-    used_ns: int = 0
-    round: int = 0
-    """The model's round at its last use."""
-    in_pool: bool = False
-    num_children: int = 0
-    """Chunks in the pool that come after this one."""
+_NO_LEAF = math.inf, None
 
 
 class PrefixAware(Generic[K]):
@@ -55,7 +38,7 @@ class PrefixAware(Generic[K]):
     how much of the prompt was new) gain in steady traffic and lose when it changes: docs/eviction.md has the figures.
 
     Chunks are remembered after they have gone, so that a use that came too late is learned from too, and a chunk that
-    comes back is known. About 220 bytes per chunk or ghost, beside the key.
+    comes back is known. About 260 bytes per chunk or ghost, beside the key.
     """
 
     may_refuse = True
@@ -67,56 +50,68 @@ class PrefixAware(Generic[K]):
         self._round_reports = max(_MIN_ROUND, turnover // _ROUNDS_PER_TURNOVER)
         self._model = ReuseModel(half_life_rounds=_HALF_LIFE_TURNOVERS * turnover / self._round_reports)
         self._leaves: Leaves[K] = Leaves(self._model)
-        self._known: dict[K, _Memory[K]] = {}
+        self._known: dict[K, KnownChunk[K]] = {}
+        self._before: dict[K, KnownChunk[K]] = {}
+        """The chunk before each one, while both are in the pool."""
         self._ghosts: OrderedDict[K, None] = OrderedDict()
         """Those known that aren't in the pool, the longest gone first."""
         self._num_reports = 0
         self._now_ns = 0
         self._prompt_number: int | None = None
-        self._tip: _Memory[K] | None = None
-        """The chunk inserted last, not offered as a leaf yet: what comes next mostly follows it."""
+        self._length_bits = 0
+        """The present prompt's length, as kinds have it."""
+        self._new_leaves: dict[K, KnownChunk[K]] = {}
+        """Not offered yet: what comes or goes next is mostly the chunk after the newest, or the one before the last
+        to go, and then to offer them would have been for nothing."""
 
     def insert(self, key: K, facts: ChunkFacts[K], prompt: Prompt) -> None:
         known = self._known.get(key)
         if known is not None and known.in_pool:
             raise ValueError(f"chunk {key!r} is in the pool already")
-        self._pass_to(prompt)
+        self._num_reports += 1
+        if prompt.number != self._prompt_number:
+            self._pass_to(prompt)
         before = None if facts.parent is None else self._known.get(facts.parent)
-        if before is None or before is not self._tip:
-            self._offer_tip()
+        if before is not None and before.in_pool:
+            self._before[key] = before
+            before.num_children += 1
+            if self._new_leaves.pop(before.key, None) is None:
+                self._leaves.discard(before)
+        if self._new_leaves:
+            self._offer_new_leaves()
         if known is None:
-            known = self._known[key] = _Memory(key, facts.depth, None, facts.full)
+            known = self._known[key] = KnownChunk(key, facts.depth, facts.full)
         else:
             del self._ghosts[key]
             self._count_use(known)
-        known.in_pool = True
-        if before is not None and before.in_pool:
-            known.parent = before
-            before.num_children += 1
-            if before is not self._tip:
-                self._leaves.discard(before.key)
-        self._restart(known, prompt)
-        self._tip = known
+            known.in_pool = True
+        self._restart(known)
+        if known.num_children == 0:
+            self._new_leaves[key] = known
 
     def access(self, key: K, prompt: Prompt) -> None:
         known = self._in_pool(key)
-        self._offer_tip()
-        self._pass_to(prompt)
-        self._leaves.discard(key)
+        if self._new_leaves:
+            self._offer_new_leaves()
+        self._num_reports += 1
+        if prompt.number != self._prompt_number:
+            self._pass_to(prompt)
+        self._leaves.discard(known)
         self._count_use(known)
-        self._restart(known, prompt)
-        self._offer(known)
+        self._restart(known)
+        if known.num_children == 0:
+            self._leaves.add(known, self._now_ns)
 
     def remove(self, key: K, *, evicted: bool = True) -> None:
         known = self._in_pool(key)
-        self._offer_tip()
-        self._leaves.discard(key)
+        if self._new_leaves.pop(key, None) is None:
+            self._leaves.discard(known)
         known.in_pool = False
-        before, known.parent = known.parent, None
+        before = self._before.pop(key, None)
         if before is not None:
             before.num_children -= 1
-            if before.in_pool:
-                self._offer(before)
+            if before.num_children == 0 and before.in_pool:
+                self._new_leaves[before.key] = before
         self._ghosts[key] = None
         if not evicted:
             self._forget(key)
@@ -130,28 +125,29 @@ class PrefixAware(Generic[K]):
         """
         if num_chunks <= 0:
             return []
-        self._offer_tip()
+        self._offer_new_leaves()
         chosen: dict[K, None] = {}
         gone_children: dict[K, int] = {}
-        bared: list[tuple[float, int, K]] = []
+        bared: list[tuple[float, int, KnownChunk[K]]] = []
         leaves = self._leaves.cheapest()
-        leaf = next(leaves, None)
-        while len(chosen) < num_chunks and (leaf is not None or bared):
-            if bared and (leaf is None or bared[0][0] <= leaf[0]):
-                _, _, key = heapq.heappop(bared)
+        worth, leaf = next(leaves, _NO_LEAF)
+        while len(chosen) < num_chunks:
+            if bared and bared[0][0] <= worth:
+                _, _, known = heapq.heappop(bared)
+            elif leaf is not None:
+                known = leaf
+                worth, leaf = next(leaves, _NO_LEAF)
             else:
-                assert leaf is not None
-                key = leaf[1]
-                leaf = next(leaves, None)
-            if not evictable(key):
+                break
+            if not evictable(known.key):
                 continue
-            chosen[key] = None
-            before = self._known[key].parent
+            chosen[known.key] = None
+            before = self._before.get(known.key)
             if before is None or not before.in_pool:
                 continue
-            gone_children[before.key] = gone_children.get(before.key, 0) + 1
-            if gone_children[before.key] == before.num_children:
-                heapq.heappush(bared, (self._worth(before), len(chosen), before.key))
+            num_gone = gone_children[before.key] = gone_children.get(before.key, 0) + 1
+            if num_gone == before.num_children:
+                heapq.heappush(bared, (self._worth(before), len(chosen), before))
         if len(chosen) < num_chunks:
             hidden = (
                 known for key, known in self._known.items() if known.in_pool and key not in chosen and evictable(key)
@@ -163,7 +159,7 @@ class PrefixAware(Generic[K]):
     def __len__(self) -> int:
         return len(self._known) - len(self._ghosts)
 
-    def _in_pool(self, key: K) -> _Memory[K]:
+    def _in_pool(self, key: K) -> KnownChunk[K]:
         known = self._known[key]
         if not known.in_pool:
             raise KeyError(key)
@@ -171,35 +167,30 @@ class PrefixAware(Generic[K]):
 
     def _pass_to(self, prompt: Prompt) -> None:
         """Time passes between prompts only, so that all of a prompt's chunks are judged alike."""
-        self._num_reports += 1
-        if prompt.number == self._prompt_number:
-            return
-        self._offer_tip()
+        self._offer_new_leaves()
         self._prompt_number, self._now_ns = prompt.number, max(self._now_ns, prompt.now_ns)
+        self._length_bits = min(prompt.num_chunks.bit_length(), _MAX_LENGTH_BITS)
         if self._num_reports >= self._round_reports:
             self._num_reports = 0
             self._model.fit(self._now_ns)
             self._leaves.reprice()
         self._leaves.advance(self._now_ns)
 
-    def _count_use(self, known: _Memory[K]) -> None:
+    def _count_use(self, known: KnownChunk[K]) -> None:
         self._model.end(known.kind, known.round, self._now_ns - known.used_ns, used=True)
-        known.uses += 1
+        if known.uses < _MAX_USES:
+            known.uses += 1
 
-    def _restart(self, known: _Memory[K], prompt: Prompt) -> None:
+    def _restart(self, known: KnownChunk[K]) -> None:
         """Its age is zero, and its kind what this use says."""
         known.used_ns, known.round = self._now_ns, self._model.round
-        known.kind = self._model.kind_id(_kind(known, prompt))
-        self._model.begin(known.kind)
+        is_tail = not known.full and not known.uses
+        known.kind = self._model.begin(_TAIL if is_tail else (known.uses, self._length_bits))
 
-    def _offer_tip(self) -> None:
-        tip, self._tip = self._tip, None
-        if tip is not None:
-            self._offer(tip)
-
-    def _offer(self, known: _Memory[K]) -> None:
-        if known.num_children == 0:
-            self._leaves.add(known.key, known.kind, known.used_ns, self._now_ns)
+    def _offer_new_leaves(self) -> None:
+        for leaf in self._new_leaves.values():
+            self._leaves.add(leaf, self._now_ns)
+        self._new_leaves.clear()
 
     def _forget(self, key: K) -> None:
         """A ghost is followed no further."""
@@ -207,15 +198,9 @@ class PrefixAware(Generic[K]):
         known = self._known.pop(key)
         self._model.end(known.kind, known.round, self._now_ns - known.used_ns, used=False)
 
-    def _worth(self, known: _Memory[K]) -> float:
-        return self._model.worth(known.kind, bucket_of(self._now_ns - known.used_ns))
+    def _worth(self, known: KnownChunk[K]) -> float:
+        return self._model.worth(cell_of(known.kind, self._now_ns - known.used_ns))
 
 
-def _kind(known: _Memory[K], prompt: Prompt) -> Kind:
-    if not known.full and not known.uses:
-        return _TAIL
-    return min(known.uses, _MAX_USES), min(prompt.num_chunks.bit_length(), _MAX_LENGTH_BITS)
-
-
-def _age_from_the_end(known: _Memory[K]) -> tuple[int, int]:
+def _age_from_the_end(known: KnownChunk[K]) -> tuple[int, int]:
     return known.used_ns, -known.depth
