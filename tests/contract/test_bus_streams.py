@@ -6,10 +6,10 @@ import pytest
 
 from halfmoon.bus.errors import BusError, NoStream, StreamGap
 from halfmoon.bus.memory import MemoryBroker, MemoryBus
-from halfmoon.bus.protocol import BusMessage, Retention, StreamSpec
+from halfmoon.bus.protocol import BusMessage, Delivery, Retention, StreamSpec
 from support.buses import BusMaker
 from support.streams import EVENTS, WORK, Reader, Worker, no_gap, publish_all
-from support.wait import until
+from support.wait import until, until_awaited
 
 
 async def test_publishing_returns_the_sequence(bus_maker: BusMaker) -> None:
@@ -29,9 +29,36 @@ async def test_without_a_stream_there_is_a_typed_error(bus_maker: BusMaker) -> N
     with pytest.raises(NoStream):
         await bus.stream_last_seq("NOWHERE")
     with pytest.raises(NoStream):
+        await bus.stream_has("NOWHERE", 1)
+    with pytest.raises(NoStream):
         await bus.consume("NOWHERE", "d", "nowhere.*", worker)
     with pytest.raises(NoStream):
         await bus.follow("NOWHERE", reader, start_seq=1, on_gap=no_gap)
+
+
+async def test_a_work_queue_has_a_message_until_it_is_settled(bus_maker: BusMaker) -> None:
+    bus = await bus_maker()
+    await bus.ensure_stream(WORK)
+    assert not await bus.stream_has("WORK", 1)
+    for name in ("acked", "ended", "returned"):
+        await bus.stream_publish("work.a", name.encode())
+    assert [await bus.stream_has("WORK", seq) for seq in (1, 2, 3, 4)] == [True, True, True, False]
+    held: list[Delivery] = []
+
+    async def hold(delivery: Delivery) -> None:
+        held.append(delivery)
+
+    await bus.consume("WORK", "w", "work.*", hold)
+    await until(lambda: len(held) == 3)
+    await held[0].ack()
+    await held[1].term()
+    await held[2].nak(60.0)
+
+    async def is_settled() -> bool:
+        return not (await bus.stream_has("WORK", 1) or await bus.stream_has("WORK", 2))
+
+    await until_awaited(is_settled)
+    assert await bus.stream_has("WORK", 3)
 
 
 async def test_ensuring_a_stream_again_changes_what_can_be_changed(bus_maker: BusMaker) -> None:

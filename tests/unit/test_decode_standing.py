@@ -3,12 +3,14 @@
 import asyncio
 from collections.abc import AsyncIterator
 
+import msgspec
 import pytest
 import structlog
 
 from halfmoon.bus.endpoint import Envelope, serve
 from halfmoon.bus.errors import BusTimeout, RemoteError
 from halfmoon.bus.memory import MemoryBus
+from halfmoon.bus.protocol import Delivery, Retention, StreamSpec
 from halfmoon.decode import standing
 from halfmoon.decode.standing import Claims, Standing
 from halfmoon.schemas import subjects
@@ -16,7 +18,7 @@ from halfmoon.schemas.ids import WorkerId
 from halfmoon.schemas.splits import DecodeHalf, HalfClaim, HalfClaimed
 from halfmoon.schemas.wire import Error, ErrorCode
 from support.examples import EXAMPLES
-from support.wait import until
+from support.wait import until, until_awaited
 
 HALF = next(example for example in EXAMPLES if isinstance(example, DecodeHalf))
 WORKER = WorkerId("decode-1")
@@ -107,6 +109,32 @@ async def test_it_waits_until_somebody_can_tell(bus: SilentBroker, ours: Standin
     await cut_off(bus, ours)
     assert not await claims.is_held()
     assert len(asked) == 3
+
+
+@pytest.mark.parametrize("is_there_a_conductor", [True, False])
+async def test_what_nobody_knows_and_the_queue_has_no_more_was_ended(
+    bus: SilentBroker, ours: Standing, is_there_a_conductor: bool
+) -> None:
+    await bus.ensure_stream(StreamSpec(name=subjects.REQUESTS_STREAM, subjects=("r",), retention=Retention.WORK_QUEUE))
+    seq = await bus.stream_publish("r", b"a request")
+    half = msgspec.structs.replace(HALF, queue_seq=seq)
+    before, first_end = Claims(ours, half), Claims(ours, half)
+    if is_there_a_conductor:
+        await answer(bus, None)
+    await cut_off(bus, ours)
+    assert await before.is_held()
+
+    async def settle(delivery: Delivery) -> None:
+        await delivery.ack()
+
+    await bus.consume(subjects.REQUESTS_STREAM, "conductors", "r", settle)
+    await until_awaited(lambda: _is_gone(bus, seq))
+    assert await before.is_held(), "it was settled before"
+    assert not await first_end.is_held()
+
+
+async def _is_gone(bus: SilentBroker, seq: int) -> bool:
+    return not await bus.stream_has(subjects.REQUESTS_STREAM, seq)
 
 
 async def test_what_nobody_knows_goes_on(bus: SilentBroker, ours: Standing) -> None:

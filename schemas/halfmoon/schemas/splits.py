@@ -62,6 +62,8 @@ class DecodeHalf(Message, frozen=True, tag="split.decode.v1"):
     receipt: str | None = None
     """Subject at which the request is acknowledged to the work queue: right after the client's terminal message, so
     that nobody runs it again, whoever dies then."""
+    queue_seq: int | None = None
+    """The request's number in the work queue, which has it until it is acknowledged."""
     prefill_worker: WorkerId | None = None
     """None: nothing to wait for; what the engine's own cache doesn't hold of the prompt is computed here."""
     known: tuple[int, ...] = ()

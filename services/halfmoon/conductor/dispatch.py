@@ -246,6 +246,7 @@ class Dispatcher:
             reply=submission.reply,
             encoding=submission.encoding,
             receipt=request.delivery.receipt,
+            queue_seq=request.delivery.stream_seq,
             prefill_worker=prefill,
             known=self._flights.known(request.request_id),
             cached_tokens=self._flights.cached_tokens(request.request_id),

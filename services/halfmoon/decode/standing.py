@@ -21,7 +21,8 @@ DOUBT_AFTER_S = MEMBER_LOST_AFTER_S / 2
 """So long without the broker's answer, others may soon miss this worker's heartbeats."""
 CLAIM_TIMEOUT_S = 0.5
 MAX_SILENCES = 4
-"""A claim that so often nobody answers is of a request that no conductor has: who takes it next adopts it from here."""
+"""A claim that so often nobody answers is of a request that no conductor has. If the work queue still has it, nobody
+has ended it, and who takes it next adopts it from here."""
 
 
 class Standing:
@@ -70,7 +71,7 @@ class Standing:
             try:
                 answer = await call(self._bus, subjects.CLAIM, question, HalfClaimed, timeout_s=CLAIM_TIMEOUT_S)
             except NoResponders:
-                return True
+                break
             except BusTimeout:
                 num_silences += 1
             except (BusError, RemoteError):
@@ -79,6 +80,19 @@ class Standing:
                 if not answer.is_held:
                     self._log.warning("dropped: it goes on elsewhere, or has ended", request_id=half.request_id)
                 return answer.is_held
+        return await self._is_queued(half)
+
+    async def _is_queued(self, half: DecodeHalf) -> bool:
+        """Waits while the bus is away."""
+        while half.queue_seq is not None:
+            try:
+                is_queued = await self._bus.stream_has(subjects.REQUESTS_STREAM, half.queue_seq)
+            except BusError:
+                await asyncio.sleep(HEARTBEAT_INTERVAL_S)
+            else:
+                if not is_queued:
+                    self._log.warning("dropped: another has ended it", request_id=half.request_id)
+                return is_queued
         return True
 
 

@@ -20,6 +20,7 @@ NS_PER_S: Final = 1_000_000_000
 _PUBLISH_ATTEMPT_S = 2.0
 _RETRY_PAUSE_S = 0.1
 
+_MESSAGE_NOT_FOUND = 10037
 _STREAM_NOT_FOUND = 10059
 _STREAM_NAME_IN_USE = 10058
 _NOT_ENABLED = (10039, 10076)
@@ -90,6 +91,16 @@ class JetStream:
             return (await self.call(f"STREAM.INFO.{stream}")).state
         except ApiError as error:
             raise _stream_error(error, stream) from error
+
+    async def has(self, stream: str, seq: int) -> bool:
+        """Raises `NoStream`."""
+        try:
+            await self.call(f"STREAM.MSG.GET.{stream}", {"seq": seq})
+        except ApiError as error:
+            if error.err_code == _MESSAGE_NOT_FOUND:
+                return False
+            raise _stream_error(error, stream) from error
+        return True
 
     async def ensure_stream(self, spec: StreamSpec) -> None:
         config: dict[str, object] = {

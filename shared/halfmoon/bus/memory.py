@@ -188,6 +188,10 @@ class MemoryBus:
         self._check_open()
         return self.broker.stream(stream).last_seq
 
+    async def stream_has(self, stream: str, seq: int) -> bool:
+        self._check_open()
+        return self.broker.stream(stream).get(seq) is not None
+
     async def add_service(
         self, name: str, version: str, description: str = "", *, metadata: Mapping[str, str] | None = None
     ) -> MicroService:

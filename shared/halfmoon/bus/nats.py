@@ -295,6 +295,9 @@ class NatsBus:
     async def stream_last_seq(self, stream: str) -> int:
         return (await self._jetstream.bounds(stream)).last_seq
 
+    async def stream_has(self, stream: str, seq: int) -> bool:
+        return await self._jetstream.has(stream, seq)
+
     async def add_service(
         self, name: str, version: str, description: str = "", *, metadata: Mapping[str, str] | None = None
     ) -> MicroService:

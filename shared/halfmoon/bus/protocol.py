@@ -288,6 +288,10 @@ class Bus(Protocol):
     async def stream_last_seq(self, stream: str) -> int:
         """Sequence of the newest message ever stored; 0 where there was none. Raises `NoStream`."""
 
+    async def stream_has(self, stream: str, seq: int) -> bool:
+        """Whether a stream still has the message with this sequence: of a work queue, until somebody has settled it.
+        Raises `NoStream`, `BusTimeout`."""
+
     async def add_service(
         self, name: str, version: str, description: str = "", *, metadata: Mapping[str, str] | None = None
     ) -> ServiceRecord:
