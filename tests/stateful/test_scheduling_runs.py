@@ -40,14 +40,19 @@ class Runs(RuleBasedStateMachine):
         positions = range(min(begin, len(prompt)), len(prompt))
         for at in reversed(positions) if is_backwards else positions:
             parent = prompt[at - 1] if at and is_told else None
-            self.runs.put(prompt[at], number, parent)
-            self.plain[prompt[at]] = number
+            self._tell(prompt[at], number, parent)
 
     @rule(prompt=prompts, parent=prompts, number=numbers)
     def register_falsely(self, prompt: list[ChunkKey], parent: list[ChunkKey], number: int) -> None:
         """A node that names a wrong parent costs time only."""
-        self.runs.put(prompt[-1], number, parent[-1])
-        self.plain[prompt[-1]] = number
+        self._tell(prompt[-1], number, parent[-1])
+
+    def _tell(self, key: ChunkKey, number: int, parent: ChunkKey | None) -> None:
+        if key in self.plain:
+            self.runs.put(key, number)
+        else:
+            self.runs.add(key, number, parent)
+        self.plain[key] = number
 
     @precondition(lambda self: self.plain)
     @rule(data=st.data())
@@ -79,8 +84,8 @@ TestRuns = Runs.TestCase
 def test_keys_that_differ_in_their_last_byte_are_different() -> None:
     runs = ChunkRuns()
     first, second = prompt_of([0, 0])
-    runs.put(first, 1, None)
-    runs.put(second, 2, first)
+    runs.add(first, 1, None)
+    runs.add(second, 2, first)
     twin = ChunkKey(second[:-1] + bytes([second[-1] ^ 1]))
     assert runs.along([first, twin]) == [1]
     assert runs.along([first, second, twin]) == [1, 2]

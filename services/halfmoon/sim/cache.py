@@ -53,7 +53,7 @@ class NodeCache:
             if self._pins[key] > 1:
                 self._pins[key] -= 1
             else:
-                del self._pins[key]
+                self._pins.pop(key)
 
     def store(self, keys: Sequence[ChunkKey], now_s: float) -> None:
         """A prompt's chunks, from the first on: those that are there are used, the others stored as far as there is

@@ -7,6 +7,7 @@ arrival ─ index, policy, admission ─▶ rejected
 import gc
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from operator import attrgetter
 
 import numpy as np
@@ -19,7 +20,7 @@ from halfmoon.scheduling.index import ChunkIndex, Match
 from halfmoon.scheduling.outlook import Outlook
 from halfmoon.scheduling.policies import policy_named
 from halfmoon.scheduling.service_class import ServiceClass
-from halfmoon.scheduling.slo import Admission, Breach, first_token_s
+from halfmoon.scheduling.slo import Admission, AdmissionName, Breach, first_token_s
 from halfmoon.schemas.chunks import ChunkEvent, NodeCleared
 from halfmoon.schemas.ids import RequestId, WorkerId
 from halfmoon.schemas.wire import Error
@@ -64,6 +65,9 @@ class Simulation:
         self._queues = queues
         estimates = SimEstimates(machine.timing, queues, cluster.network, self.clock)
         self._costs = Costs(estimates=estimates, max_waiting_per_worker=options.max_waiting)
+        if options.admission is AdmissionName.NONE:
+            # Nobody refuses here what it is asked to do, so only admission ever looks at a second choice.
+            self._costs = replace(self._costs, num_choices=1)
         self._policy = policy_named(options.policy, balancing_threshold=options.balancing_threshold)
         self._outlook = Outlook()
         self._admission = Admission(options.admission, estimates, self._outlook)

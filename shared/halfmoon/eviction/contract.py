@@ -1,15 +1,15 @@
 """What a pool tells an eviction policy, and what it asks it."""
 
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
+
+import msgspec
 
 K = TypeVar("K", bound=Hashable)
 """A chunk's key: `ChunkKey` in a pool, a number in a trace."""
 
 
-@dataclass(frozen=True, slots=True)
-class ChunkFacts(Generic[K]):
+class ChunkFacts(msgspec.Struct, Generic[K], frozen=True):
     """What stays true of a chunk as long as it is in the pool."""
 
     parent: K | None
@@ -20,8 +20,7 @@ class ChunkFacts(Generic[K]):
     """False for a prompt's last chunk where it holds fewer tokens than a chunk takes: a longer prompt can't use it."""
 
 
-@dataclass(frozen=True, slots=True)
-class Prompt:
+class Prompt(msgspec.Struct, frozen=True):
     """The prompt on whose behalf a chunk is stored or read."""
 
     number: int

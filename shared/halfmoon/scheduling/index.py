@@ -151,8 +151,12 @@ class ChunkIndex:
 
     def _put(self, node: NodeId, chunk: ChunkMeta, parent: ChunkKey | None) -> None:
         on_ssd = chunk.tier is Tier.SSD
-        number = self._sets.including(self._numbers.get(chunk.key, NOBODY), node, on_ssd=on_ssd)
-        self._numbers.put(chunk.key, number, parent)
+        before = self._numbers.get(chunk.key, NOBODY)
+        number = self._sets.including(before, node, on_ssd=on_ssd)
+        if before == NOBODY:
+            self._numbers.add(chunk.key, number, parent)
+        elif number != before:
+            self._numbers.put(chunk.key, number)
 
     def _take(self, node: NodeId, key: ChunkKey) -> None:
         number = self._numbers.get(key, NOBODY)
@@ -162,7 +166,7 @@ class ChunkIndex:
         if left == NOBODY:
             self._numbers.remove(key)
         else:
-            self._numbers.put(key, left, None)
+            self._numbers.put(key, left)
 
     def _sweep(self) -> None:
         """A step of removing chunks that nobody holds, where they are many: a pass over all takes as long as several

@@ -70,16 +70,20 @@ class ChunkRuns:
         numbers = self._numbers[run]
         return numbers if isinstance(numbers, int) else numbers[at]
 
-    def put(self, key: ChunkKey, number: int, parent: ChunkKey | None) -> None:
-        """`parent`: the chunk before it, where that is known. It matters to speed only."""
-        run, at = self._find(key)
-        if run is not None:
-            if self._numbers[run] != number:
-                numbers = self._unfolded(run)
-                numbers[at] = number
-                self._numbers[run] = _folded(numbers)
-        elif key in self._alone or parent is None or not self._append(parent, key, number):
+    def add(self, key: ChunkKey, number: int, parent: ChunkKey | None) -> None:
+        """A chunk that isn't there yet. `parent`: the one before it, where that is known; it matters to speed only."""
+        if parent is None or not self._append(parent, key, number):
             self._alone[key] = number
+
+    def put(self, key: ChunkKey, number: int) -> None:
+        """Another number for a chunk that is there."""
+        run, at = self._find(key)
+        if run is None:
+            self._alone[key] = number
+        elif self._numbers[run] != number:
+            numbers = self._unfolded(run)
+            numbers[at] = number
+            self._numbers[run] = _folded(numbers)
 
     def remove(self, key: ChunkKey) -> None:
         """Raises KeyError where it isn't there."""
