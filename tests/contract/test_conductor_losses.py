@@ -12,7 +12,7 @@ from halfmoon.schemas.requests import Failed, Finished, Sampling
 from halfmoon.schemas.splits import Role, TransferDone
 from halfmoon.schemas.wire import ErrorCode
 from support.conductors import OpenStage, request
-from support.wait import until
+from support.wait import until, until_awaited
 
 
 async def test_a_lost_prefill_worker_is_replaced(open_stage: OpenStage) -> None:
@@ -139,6 +139,31 @@ async def test_another_conductor_adopts_what_still_runs(open_stage: OpenStage) -
     await decode.end(RequestId("req-1"))
     await until(lambda: len(second.requests) == 0)
     assert len(stage.client.ends()) == 1
+
+
+async def test_of_two_that_run_it_the_one_is_adopted_that_it_was_given_last(open_stage: OpenStage) -> None:
+    stage = await open_stage()
+    first = stage.workers["d1"]
+    await stage.client.submit(request())
+    await until(lambda: bool(first.running))
+    other = await stage.add_conductor("conductor-2")
+    second = await stage.add_worker("d2", Role.DECODE, "node-b")
+    await until(lambda: all(each.members.life_of(second.worker) is not None for each in stage.conductors))
+    await first.stop_beating()
+    await first.bus.publish(subjects.heartbeat(first.worker), encode(Goodbye(worker=first.worker)))
+    await until(lambda: bool(second.running))
+    await stage.conductors[0].stop()
+
+    async def is_adopted() -> bool:
+        await first.beat()  # it only stood still, and is there again
+        return stage.value("halfmoon_conductor_adopted_total", conductor=1) == 1
+
+    await until_awaited(is_adopted)
+    adopted = other.requests.get(RequestId("req-1"))
+    assert adopted is not None
+    assert (adopted.decode_worker, adopted.transfer_id) == (second.worker, second.decodes[0].transfer_id)
+    await second.end(RequestId("req-1"))
+    await until(lambda: len(other.requests) == 0)
 
 
 async def test_another_conductor_places_what_does_not_run(open_stage: OpenStage) -> None:

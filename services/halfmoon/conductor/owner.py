@@ -7,68 +7,30 @@ another one, which looks for who runs it (`_adopt`) before it places it again.
 import asyncio
 import time
 from collections.abc import Coroutine
-from dataclasses import dataclass
 from typing import assert_never
-
-import structlog
 
 from halfmoon.bus.errors import BusError
 from halfmoon.bus.protocol import Delivery
-from halfmoon.conductor.config import ConductorConfig
-from halfmoon.conductor.dispatch import Dispatcher
-from halfmoon.conductor.flights import Flights
-from halfmoon.conductor.gate import Gate
-from halfmoon.conductor.instruments import Instruments
 from halfmoon.conductor.intake import Submission
-from halfmoon.conductor.members import Members
-from halfmoon.conductor.planning import Decision, Planner
-from halfmoon.conductor.requests import OpenRequest, OpenRequests, class_of
-from halfmoon.conductor.speaker import Speaker
+from halfmoon.conductor.parts import Parts
+from halfmoon.conductor.placing import Placing
+from halfmoon.conductor.requests import OpenRequest
 from halfmoon.conductor.state import RequestEvent, RequestState
-from halfmoon.conductor.texts import Texts
 from halfmoon.conductor.watch import Facts, Finish, GiveUp, HandBack, Resplit, Resume, TellCancel, Wait, next_step
-from halfmoon.scheduling.admission import card_of, check_tokens
-from halfmoon.scheduling.slo import Breach
-from halfmoon.schemas.ids import WorkerId, new_transfer_id
 from halfmoon.schemas.splits import Role
 from halfmoon.schemas.wire import Error, ErrorCode
-from halfmoon.tracing import Context, Tracer, context_of, record_error
+from halfmoon.tracing import Context, context_of
 from halfmoon.tracing.attributes import (
-    GEN_AI_REQUEST_MODEL,
     REQUEST_ID,
-    SERVICE_CLASS,
-    TENANT,
-    TRANSFER_ID,
-    AttributeValue,
 )
 from halfmoon.tracing.context import span_context
-from halfmoon.tracing.names import CONDUCTOR_REQUEST, CONDUCTOR_SCHEDULE
+from halfmoon.tracing.names import CONDUCTOR_REQUEST
 
 MAX_DELIVERIES = 20
 """A request that was delivered more often has brought down, or outlived, every conductor that took it."""
 MAX_WAIT_S = 1.0
 """Facts are looked at this often, also where nobody says that they have changed."""
-MIN_PAUSE_S = 0.05
-"""Before workers that were all busy are asked again; twice as long each time."""
 _NS_PER_S = 1_000_000_000
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Parts:
-    """What an owner works with; all shared by the requests of one conductor."""
-
-    config: ConductorConfig
-    planner: Planner
-    gate: Gate
-    dispatcher: Dispatcher
-    members: Members
-    flights: Flights
-    requests: OpenRequests
-    speaker: Speaker
-    texts: Texts
-    tracer: Tracer
-    instruments: Instruments
-    log: structlog.stdlib.BoundLogger
 
 
 class Owner:
@@ -76,6 +38,7 @@ class Owner:
 
     def __init__(self, parts: Parts) -> None:
         self._parts = parts
+        self._placing = Placing(parts)
         self._grace_ns = int(parts.config.deadline_grace_s * _NS_PER_S)
 
     async def own(self, submission: Submission, delivery: Delivery) -> None:
@@ -132,7 +95,7 @@ class Owner:
             if self._parts.requests.has_ended(request.request_id) and delivery.num_delivered > 1:
                 await self._settle(request.delivery.ack())
                 return
-            refusal = await self._admit(request)
+            refusal = await self._placing.admit(request)
             if refusal is not None:
                 await self._refuse(request, refusal)
                 return
@@ -153,15 +116,17 @@ class Owner:
 
     def _take_over(self, request: OpenRequest) -> bool:
         members = self._parts.members
-        runner = next((w for w, role in members.runners(request.request_id) if role is not Role.PREFILL), None)
-        if runner is None:
+        flight = self._parts.flights.get(request.request_id)
+        runners = [worker for worker, role in members.runners(request.request_id) if role is not Role.PREFILL]
+        if not runners:
             return False
+        # Of several, one had been taken for lost: it goes on where it was given last.
+        runner = flight.decode_worker if flight is not None and flight.decode_worker in runners else runners[0]
         request.decode_worker = runner
         request.decode_life = members.life_of(runner)
         request.last_shown_beat = members.num_beats(runner)
         request.is_certain = True
-        flight = self._parts.flights.get(request.request_id)
-        if flight is not None and flight.transfer_id is not None:
+        if flight is not None and flight.transfer_id is not None and flight.decode_worker in (None, runner):
             request.transfer_id = flight.transfer_id
             request.attempt = flight.attempt
             request.prefill_worker = flight.prefill_worker
@@ -170,98 +135,6 @@ class Owner:
         self._parts.instruments.adopted.inc()
         self._parts.log.info("request adopted", request_id=request.request_id, decode_worker=runner)
         return True
-
-    async def _admit(self, request: OpenRequest) -> Error | None:
-        """Through the gate and to its workers, as soon as both have room. An error: it isn't served. It may also have
-        been handed back while it waited."""
-        error = await self._prepare(request)
-        if error is not None:
-            return error
-        pause_s = MIN_PAUSE_S
-        while True:
-            error = await self._place(request, is_admitted=False)
-            if error is None or error.code is not ErrorCode.OVERLOADED or request.state is not RequestState.PLACING:
-                return error
-            if self._parts.config.max_waiting == 0:
-                return error
-            # The workers were asked, and are busier than was known here.
-            await self._parts.gate.pause(request, pause_s)
-            pause_s = min(MAX_WAIT_S, 2 * pause_s)
-
-    async def _place(self, request: OpenRequest, *, is_admitted: bool) -> Error | None:
-        """Choose workers and have them take their halves. An error: no decode worker has it."""
-        submission = request.submission
-        attributes: dict[str, AttributeValue] = {
-            REQUEST_ID: submission.request_id,
-            GEN_AI_REQUEST_MODEL: submission.model,
-            TENANT: submission.body.tenant,
-            SERVICE_CLASS: class_of(submission.body),
-        }
-        with self._parts.tracer.span(CONDUCTOR_SCHEDULE, parent=request.context, attributes=attributes) as span:
-            decision: Decision | Error | None
-            if is_admitted:
-                decision = await self._decide(request)
-            else:
-                decision = await self._parts.gate.enter(request, lambda: self._decided(request), context_of(span))
-            if decision is None:
-                return None
-            error = decision if isinstance(decision, Error) else None
-            if not isinstance(decision, Error):
-                request.transfer_id = new_transfer_id()
-                request.attempt = 1
-                if request.state in (RequestState.RECEIVED, RequestState.WAITING):
-                    request.machine.fire(RequestEvent.PLACE)
-                self._parts.planner.carry_out(decision)
-                # No wait before the decode half is sent: see `Gate.enter`.
-                error = await self._parts.dispatcher.place(request, decision, time.monotonic())
-                first = decision.plan.decodes[0]
-                if error is None and request.decode_worker == first.worker.worker:
-                    self._parts.instruments.forecasts.placed(request.request_id, first)
-                span.set_attributes(_described(request, decision))
-            if error is not None:
-                if request.breach is not None:
-                    span.set_attributes(_breached(request.breach))
-                record_error(span, error.message, error.code.value)
-            return error
-
-    async def _decide(self, request: OpenRequest) -> Decision | Error:
-        """Of a request that was admitted before, here or by another conductor."""
-        error = await self._prepare(request)
-        return error if error is not None else self._decided(request, is_admitted=True)
-
-    async def _prepare(self, request: OpenRequest) -> Error | None:
-        """Whatever can be told without asking who has room; afterwards its tokens are there."""
-        submission = request.submission
-        if request.cancel_reason is not None:
-            return Error(code=ErrorCode.CANCELLED, message=request.cancel_reason)
-        if time.time_ns() >= submission.deadline_ns:
-            self._parts.instruments.rejected("deadline", class_of(submission.body))
-            return Error(code=ErrorCode.DEADLINE, message="the deadline passed before the request could be placed")
-        card = card_of(submission.model, self._parts.members.cluster())
-        if isinstance(card, Error):
-            return card
-        error = self._parts.gate.check(submission.body)
-        if error is not None:
-            return error
-        request.priority = self._parts.gate.priority(submission.body)
-        if not request.tokens:
-            tokens = await self._parts.texts.tokens(submission.body, submission.model)
-            wrong = tokens if isinstance(tokens, Error) else check_tokens(tokens, card)
-            if wrong is not None:
-                return wrong
-            request.tokens = () if isinstance(tokens, Error) else tuple(tokens)
-        return None
-
-    def _decided(self, request: OpenRequest, *, is_admitted: bool = False) -> Decision | Error:
-        submission = request.submission
-        return self._parts.planner.decide(
-            request.request_id,
-            submission.model,
-            submission.body.tenant,
-            request.tokens,
-            submission.body.sampling.max_tokens,
-            is_admitted=is_admitted,
-        )
 
     async def _watch(self, request: OpenRequest) -> None:
         """Until the request has left this conductor."""
@@ -327,7 +200,7 @@ class Owner:
         self._parts.instruments.moved("decode")
         self._parts.log.warning("decode worker lost; resuming", request_id=request.request_id, worker=lost)
         await self._parts.dispatcher.tell_unread(request)
-        error = await self._place(request, is_admitted=True)
+        error = await self._placing.place(request, is_admitted=True)
         if error is None or error.code in (ErrorCode.CANCELLED, ErrorCode.DEADLINE):
             return error
         return Error(
@@ -345,7 +218,7 @@ class Owner:
         error = Error(code=ErrorCode.WORKER_LOST, message=f"prefill worker {lost} was lost, and no other is there")
         if request.num_moves < self._parts.config.max_resplits:
             request.num_moves += 1
-            decision = await self._decide(request)
+            decision = await self._placing.decide(request)
             card = self._parts.members.card_of(request.decode_worker) if request.decode_worker is not None else None
             if isinstance(decision, Error):
                 error = decision
@@ -405,33 +278,3 @@ class Owner:
             await settling
         except BusError as error:
             self._parts.log.warning("a delivery could not be settled", error=str(error))
-
-
-def _num_hot(decision: Decision, worker: WorkerId | None) -> int:
-    return decision.ask.num_hot(worker) if worker is not None else 0
-
-
-def _described(request: OpenRequest, decision: Decision) -> dict[str, AttributeValue]:
-    plan = decision.plan
-    return {
-        TRANSFER_ID: request.transfer_id or "",
-        "halfmoon.schedule.prefill_worker": request.prefill_worker or "",
-        "halfmoon.schedule.decode_worker": request.decode_worker or "",
-        "halfmoon.schedule.matched_chunks": len(decision.ask.match),
-        "halfmoon.schedule.reused_chunks": plan.prefills[0].num_reused if plan.prefills else 0,
-        "halfmoon.schedule.pulled_chunks": plan.prefills[0].num_pulled if plan.prefills else 0,
-        "halfmoon.schedule.prefill_hot_chunks": _num_hot(decision, request.prefill_worker),
-        "halfmoon.schedule.decode_hot_chunks": _num_hot(decision, request.decode_worker),
-        "halfmoon.schedule.prompt_tokens": len(request.tokens),
-        "halfmoon.schedule.num_prefill_candidates": len(plan.prefills),
-        "halfmoon.schedule.num_decode_candidates": len(plan.decodes),
-        "halfmoon.schedule.reason": plan.reason,
-    }
-
-
-def _breached(breach: Breach) -> dict[str, AttributeValue]:
-    return {
-        "halfmoon.admission.limit": breach.limit.value,
-        "halfmoon.admission.predicted_s": breach.predicted_s,
-        "halfmoon.admission.limit_s": breach.limit_s,
-    }

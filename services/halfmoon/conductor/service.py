@@ -20,8 +20,9 @@ from halfmoon.conductor.indexer import Indexer
 from halfmoon.conductor.instruments import Instruments
 from halfmoon.conductor.intake import Reader
 from halfmoon.conductor.members import Members
-from halfmoon.conductor.owner import Owner, Parts
+from halfmoon.conductor.owner import Owner
 from halfmoon.conductor.partners import Lonely
+from halfmoon.conductor.parts import Parts
 from halfmoon.conductor.pins import PinWatch
 from halfmoon.conductor.planning import Planner
 from halfmoon.conductor.prompt_keys import PromptCutter
