@@ -58,7 +58,7 @@ format: setup-dev ## Format the code, and mend what can be mended
 	$(BIN)/ruff format .
 
 bench: setup-dev ## Measure, side by side in one run; writes docs/benchmarks.md
-	PYTHONPATH=tests $(BIN)/python -m benchmarks
+	PYTHONPATH=tests $(BIN)/python -m benchmarks $(ARGS)
 
 results: setup-dev ## Redo published experiments in the simulator; writes docs/results.md
 	$(BIN)/python -m benchmarks.results $(ARGS)

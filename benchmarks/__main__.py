@@ -1,6 +1,6 @@
 """Runs every measurement, one after the other, and writes docs/benchmarks.md. `make bench`; about twenty minutes.
 
-`python -m benchmarks transports` measures these alone, and replaces their section; so do `… overlap`, `index`,
+`make bench ARGS=transports` measures these alone, and replaces their section; so do `… overlap`, `index`,
 `scheduling`, `ssd` and `live`.
 
 Let nothing else run meanwhile: comparisons are made side by side in one run, but absolute figures are the machine's.

@@ -1,6 +1,6 @@
 """The conductor's chunk index at a million chunks, beside Dynamo's radix tree through its Python binding.
 
-`python -m benchmarks index`: about two minutes, one of them for installing Dynamo's wheel where it isn't cached.
+`make bench ARGS=index`: about two minutes, one of them for installing Dynamo's wheel where it isn't cached.
 """
 
 import os

@@ -1,6 +1,6 @@
 """Redoes the experiments of published papers in the simulator; writes docs/results.md, our figures beside theirs.
 
-`make results`, or `python -m benchmarks.results`: 28 simulations, two at a time, 5 to 25 s each, so four minutes on two
+`make results`, or `python -m benchmarks.results`: 28 simulations, two at a time, 2 to 15 s each, so two minutes on two
 idle cores. `… policies overload` runs these groups alone, and takes the others from docs/results.json, where the
 figures of the last runs are.
 """

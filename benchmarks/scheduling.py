@@ -1,6 +1,6 @@
 """Decisions of one conductor: 64 prefill and 64 decode workers, a million chunks in the index, key hashing included.
 
-`python -m benchmarks scheduling`: about a minute. The conductor's own parts, without the broker: a prompt's tokens go
+`make bench ARGS=scheduling`: about a minute. The conductor's own parts, without the broker: a prompt's tokens go
 in, the load view hears both halves as it would when they are sent, and members' heartbeats at their rate.
 """
 

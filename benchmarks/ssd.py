@@ -1,4 +1,4 @@
-"""How fast chunks go to an SSD and come back: `python -m benchmarks ssd`; about two minutes. Needs 1 GiB of disk.
+"""How fast chunks go to an SSD and come back: `make bench ARGS=ssd`; about two minutes. Needs 1 GiB of disk.
 
 The tier beside `dd` and beside plain reads and writes of one large file, all past the page cache, by turns in one run.
 The file system is that of the current directory.

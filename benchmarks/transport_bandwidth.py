@@ -1,4 +1,4 @@
-"""How fast chunks move between two processes: `PYTHONPATH=tests python -m benchmarks transports`; about three minutes.
+"""How fast chunks move between two processes: `make bench ARGS=transports`; about three minutes.
 
 The peer is a process of its own; chunks are read into another arena, page-aligned and touched, as a kv-tier does. All
 that is compared takes turns, round by round, so that whatever else the machine does meets all alike.
