@@ -1,6 +1,7 @@
 """The live system beside the simulator, on the same five minutes: `make bench ARGS=live`; about six and a half.
 
-`PYTHONPATH=tests python -m benchmarks.live 60 2` takes a minute of the trace, twice as slow; exits with 1 where the two disagree.
+`PYTHONPATH=tests python -m benchmarks.live 60 2` takes a minute of the trace, twice as slow; exits with 1 where the two
+disagree.
 """
 
 import sys

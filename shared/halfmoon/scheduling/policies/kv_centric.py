@@ -72,17 +72,18 @@ class _Prefilling:
         self._num_choices = costs.num_choices
         self._balance = balance
         self._chunk_bytes = card.payload_bytes(card.chunk_tokens)
-        self._least_pull_s = costs.estimates.least_pull_s(len(ask.match) * self._chunk_bytes)
+        self._num_best = len(ask.match)
+        self._least_pull_s = costs.estimates.least_pull_s(self._num_best * self._chunk_bytes)
         """Of the whole prefix, between any two nodes."""
         self.prefix = CachedPrefix(ask.match, self._chunk_bytes, costs.estimates, ask.request_id)
 
     def rank(self, workers: Sequence[WorkerLoad], queues_s: npt.NDArray[np.float64]) -> tuple[PrefillChoice, ...]:
         ask, prefix = self._ask, self.prefix
         alone_s = rest_s = bounds = self._prefills_s(workers, 0)
-        if ask.match or ask.hot:
-            rest_s = self._prefills_s(workers, len(ask.match))
-            num_most = max(len(ask.match), max(ask.hot.values(), default=0))
-            most_s = self._prefills_s(workers, num_most) if num_most > len(ask.match) else rest_s
+        if self._num_best or ask.hot:
+            rest_s = self._prefills_s(workers, self._num_best)
+            num_most = max(self._num_best, max(ask.hot.values(), default=0))
+            most_s = self._prefills_s(workers, num_most) if num_most > self._num_best else rest_s
             near = Workers.of(workers).roster.near(prefix.holders, ask.hot)
             bounds = np.minimum(alone_s, self._least_pull_s + most_s)
             bounds[near] = most_s[near]
@@ -99,11 +100,11 @@ class _Prefilling:
     def choose(self, worker: WorkerLoad) -> PrefillChoice:
         """What this worker does best: compute after what it has, or pull."""
         queue_s = self._estimates.queue_s(worker)
-        return self._choose(worker, queue_s, self._compute_s(worker, 0), self._compute_s(worker, len(self._ask.match)))
+        return self._choose(worker, queue_s, self._compute_s(worker, 0), self._compute_s(worker, self._num_best))
 
     def _choose(self, worker: WorkerLoad, queue_s: float, alone_s: float, rest_s: float) -> PrefillChoice:
         """`alone_s`: to compute the whole prompt; `rest_s`: what follows the longest prefix."""
-        prefix, num_best = self.prefix, len(self._ask.match)
+        prefix, num_best = self.prefix, self._num_best
         held, num_hot = prefix.on(worker.node), self._ask.num_hot(worker.worker)
         num_reused, num_pulled = held.num_leading, 0
         num_there = max(num_reused, num_hot)
@@ -121,7 +122,7 @@ class _Prefilling:
         self, first: PrefillChoice, workers: Sequence[WorkerLoad], queues_s: Sequence[float]
     ) -> Replication | None:
         """A copy of the whole prefix on the idlest node without it, where all who could do without pulling are busy."""
-        prefix, num_best = self.prefix, len(self._ask.match)
+        prefix, num_best = self.prefix, self._num_best
         if not num_best or prefix.on(first.worker.node).num_leading < num_best:
             return None
         mean_s = sum(queues_s) / len(queues_s)
