@@ -4,7 +4,7 @@ import asyncio
 import errno
 import os
 import subprocess
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -29,28 +29,10 @@ from support.ssd_nodes import (
     below,
     fill,
     read,
-    ssd_nodes,
     stats_of,
     write,
 )
 from support.wait import until, until_awaited
-
-
-@pytest.fixture
-def broker() -> MemoryBroker:
-    return MemoryBroker()
-
-
-@pytest.fixture
-async def start(broker: MemoryBroker, tmp_path: Path) -> AsyncIterator[StartNode]:
-    async with ssd_nodes(broker, tmp_path) as start_one:
-        yield start_one
-
-
-@pytest.fixture
-async def node(start: StartNode) -> AsyncIterator[Node]:
-    async with start() as running:
-        yield running
 
 
 async def test_a_flipped_byte_on_the_disk_is_found_removed_and_computed_again(

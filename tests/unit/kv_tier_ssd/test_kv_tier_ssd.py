@@ -1,7 +1,6 @@
 """A kv-tier with an SSD below its DRAM: chunks move down and up with exact bytes."""
 
 import asyncio
-from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
@@ -33,28 +32,10 @@ from support.ssd_nodes import (
     in_dram,
     num_free,
     read,
-    ssd_nodes,
     stats_of,
     write,
 )
 from support.wait import until
-
-
-@pytest.fixture
-def broker() -> MemoryBroker:
-    return MemoryBroker()
-
-
-@pytest.fixture
-async def start(broker: MemoryBroker, tmp_path: Path) -> AsyncIterator[StartNode]:
-    async with ssd_nodes(broker, tmp_path) as start_one:
-        yield start_one
-
-
-@pytest.fixture
-async def node(start: StartNode) -> AsyncIterator[Node]:
-    async with start() as running:
-        yield running
 
 
 async def test_more_than_dram_holds_is_kept_on_the_ssd_and_comes_back_exactly(node: Node, broker: MemoryBroker) -> None:
