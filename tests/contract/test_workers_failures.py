@@ -196,6 +196,25 @@ async def test_repeated_halves_do_nothing(pair: Cluster) -> None:
     assert len(pair.prefill_engine.prefilled) == len(pair.ended_of(Role.PREFILL)) == 1
 
 
+async def test_a_new_attempt_that_comes_after_the_end_begins_nothing(pair: Cluster) -> None:
+    """Its conductor names another prefill worker while decode, tired of waiting, computes and ends."""
+    prefill, decode, reader = await pair.submit(TOKENS)
+    await right(pair, reader, loaded_tokens=len(TOKENS) - 1)
+    await pair.send_decode(msgspec.structs.replace(decode, attempt=2))
+    await pair.send_prefill(msgspec.structs.replace(prefill, attempt=2))
+    await pair.idle()
+    assert len(reader.terminals) == 1
+    assert len(pair.ended_of(Role.DECODE)) == 1
+
+
+async def test_a_new_attempt_of_what_an_earlier_life_had_begins_nothing(pair: Cluster) -> None:
+    _, decode = pair.halves(TOKENS, prefill_worker=None)
+    reader = await pair.listen(decode.reply)
+    await pair.send_decode(msgspec.structs.replace(decode, attempt=2))
+    await pair.idle()
+    assert reader.terminals == []
+
+
 async def test_late_announcements_are_answered_so_that_leases_go(pair: Cluster) -> None:
     """Decode has ended by itself before prefill is done: prefill must not hold its KV for nobody."""
     gate = pair.prefill_engine.hold("prefill")

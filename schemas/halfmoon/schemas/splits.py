@@ -79,7 +79,8 @@ class DecodeHalf(Message, frozen=True, tag="split.decode.v1"):
     waited_s: float = 0.0
     """Since the request arrived at its conductor."""
     attempt: int = 1
-    """A half of a known transfer with a higher attempt names another prefill worker for it; nothing else changes."""
+    """A half of a transfer that runs, with a higher attempt, names another prefill worker for it; nothing else changes.
+    Where the transfer doesn't run, it begins nothing."""
     priority: int = 0
     """Higher goes first where halves wait for this worker."""
     deadline_ns: int | None = None

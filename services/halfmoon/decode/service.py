@@ -170,7 +170,8 @@ class Decode:
             if half.attempt > running.half.attempt and half.prefill_worker is not None:
                 running.transfer.provided_by(half.prefill_worker)
             return accepted
-        if self._recent.has(half.transfer_id, half.attempt):
+        if half.attempt > 1 or self._recent.has(half.transfer_id, 0):
+            # A later attempt only names another prefill worker: its transfer has ended, maybe with an earlier life.
             return accepted
         run = self._admit(half, envelope)
         self._recent.add(half.transfer_id, half.attempt)
