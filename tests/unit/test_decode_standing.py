@@ -102,6 +102,19 @@ async def test_who_was_cut_off_asks_once(bus: SilentBroker, ours: Standing, is_h
     assert len(asked) == 1
 
 
+async def test_what_it_takes_up_before_the_broker_answers_again_is_asked_for_too(
+    bus: SilentBroker, ours: Standing
+) -> None:
+    asked = await answer(bus, HalfClaimed(is_held=False))
+    bus.answers = False
+    await until(lambda: ours.is_doubtful)
+    claims = Claims(ours, HALF)
+    bus.answers = True
+    await until(lambda: not ours.is_doubtful)
+    assert not await claims.is_held()
+    assert len(asked) == 1
+
+
 async def test_it_waits_until_somebody_can_tell(bus: SilentBroker, ours: Standing) -> None:
     busy = Error(code=ErrorCode.BUSY, message="not decided")
     asked = await answer(bus, busy, busy, HalfClaimed(is_held=False))

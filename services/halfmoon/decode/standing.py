@@ -49,6 +49,12 @@ class Standing:
                 self._answered_s, self._is_doubtful = asked_s, False
             await asyncio.sleep(HEARTBEAT_INTERVAL_S)
 
+    @property
+    def is_doubtful(self) -> bool:
+        """Whether the broker has said nothing since it may have been taken for lost."""
+        self.num_doubts()
+        return self._is_doubtful
+
     def num_doubts(self) -> int:
         """How often this worker may have been taken for lost, now included."""
         if not self._is_doubtful and time.monotonic() - self._answered_s > DOUBT_AFTER_S:
@@ -102,7 +108,8 @@ class Claims:
     def __init__(self, standing: Standing, half: DecodeHalf) -> None:
         self._standing = standing
         self._half = half
-        self._num_settled = standing.num_doubts()
+        # What waited in the inbox while this worker stood still may be elsewhere by now, too.
+        self._num_settled = standing.num_doubts() - standing.is_doubtful
 
     async def is_held(self) -> bool:
         """To be asked right before each word to the client."""
