@@ -10,7 +10,7 @@ from halfmoon.schemas import subjects
 from halfmoon.schemas.ids import RequestId, TenantId, TransferId, WorkerId
 from halfmoon.schemas.members import Goodbye
 from halfmoon.schemas.requests import Sampling
-from halfmoon.schemas.splits import DecodeHalf, HalfClaim, HalfClaimed, HalfEnded, Role
+from halfmoon.schemas.splits import DecodeHalf, HalfClaim, HalfClaimed, HalfEnded, RequestTaken, Role
 from support.conductors import CARD, OpenStage, Stage, request
 from support.wait import until, until_awaited
 
@@ -91,6 +91,49 @@ async def test_where_the_owner_says_nothing_others_tell_what_they_heard_it_send(
     assert await claim(stage, "gone-2", after, is_repeated=True) is None
     await sent("gone-1", before)
     assert await claim(stage, "gone-1", after, is_repeated=True) is False, "it has it anew"
+
+
+async def test_a_request_that_another_conductor_was_given_later_is_let_go_without_a_word(open_stage: OpenStage) -> None:
+    stage = await open_stage()
+    decode = stage.workers["d1"]
+    await stage.client.submit(request())
+    await until(lambda: bool(decode.running))
+    first = stage.conductors[0]
+    other = await stage.add_conductor("conductor-2")
+
+    async def is_given_to_the_other() -> bool:
+        """As after it, or the broker, stood still: the delivery comes again, to either of them."""
+        if (held := first.requests.get(REQUEST)) is not None:
+            await held.delivery.nak()
+        return other.requests.get(REQUEST) is not None
+
+    await until_awaited(is_given_to_the_other)
+    await until(lambda: first.requests.get(REQUEST) is None)
+    # What is left of it here would say so, now that its worker is gone: the other one does, alone.
+    await decode.leave()
+    await until(lambda: len(stage.client.ends()) == 1)
+    await until(lambda: len(other.requests) == 0)
+    assert len(stage.client.ends()) == 1
+
+
+async def test_who_was_given_a_request_earlier_takes_it_from_nobody(open_stage: OpenStage) -> None:
+    stage = await open_stage()
+    decode = stage.workers["d1"]
+    await stage.client.submit(request())
+    await until(lambda: bool(decode.running))
+    conductor = stage.conductors[0]
+    held = conductor.requests.get(REQUEST)
+    assert held is not None
+    for taken in (
+        RequestTaken(request_id=REQUEST, conductor=WorkerId("late"), num_delivered=held.delivery.num_delivered),
+        RequestTaken(request_id=REQUEST, conductor=WorkerId("conductor-1"), num_delivered=9),
+        RequestTaken(request_id=RequestId("req-2"), conductor=WorkerId("other"), num_delivered=9),
+    ):
+        await announce(stage.client.bus, subjects.TAKEN, taken)
+    await decode.end(REQUEST)
+    await until(lambda: len(conductor.requests) == 0)
+    assert not held.is_taken
+    assert len(stage.client.ends()) == 1
 
 
 def _transfer_of(stage: Stage) -> TransferId | None:

@@ -362,6 +362,7 @@ EXAMPLES: tuple[wire.Message, ...] = (
     ),
     splits.HalfClaim(request_id=REQUEST, transfer_id=TRANSFER, worker=WORKER),
     splits.HalfClaimed(is_held=True),
+    splits.RequestTaken(request_id=REQUEST, conductor=WORKER, num_delivered=2),
     WORKER_BEAT,
     NODE_BEAT,
     SERVICE_BEAT,

@@ -22,7 +22,7 @@ from halfmoon.machine import IllegalTransition, Machine
 
 def all_facts() -> list[Facts]:
     flags = ("has_ended", "is_certain", "is_decode_lost", "is_prefill_lost", "is_cancelled", "is_cancel_sent")
-    rest = ("can_move", "is_handed_back")
+    rest = ("can_move", "is_handed_back", "is_taken")
     found = []
     for values in itertools.product((False, True), repeat=len(flags) + len(rest)):
         for now_ns, late_ns, beats in itertools.product((0, 150, 500), (None, 200, 490), (0, UNSHOWN_BEATS)):
@@ -57,6 +57,12 @@ def test_it_speaks_only_where_decode_cannot() -> None:
             assert facts.now_ns < facts.deadline_ns
             assert facts.can_move
             assert not facts.is_cancelled
+
+
+def test_what_another_has_is_let_go_of_whatever_else_is_so() -> None:
+    for facts in all_facts():
+        if facts.is_taken and not facts.has_ended:
+            assert next_step(facts) == HandBack()
 
 
 def test_waiting_ends_by_itself() -> None:

@@ -176,6 +176,16 @@ class HalfClaimed(Message, frozen=True, tag="half.claimed.v1"):
     """False: another goes on with the request, or it has ended; the worker drops it without a word to the client."""
 
 
+class RequestTaken(Message, frozen=True, tag="request.taken.v1"):
+    """A conductor has got a request that was delivered to some conductor before. One that still holds it, since it or
+    the broker stood still meanwhile, lets go of it without a word."""
+
+    request_id: RequestId
+    conductor: WorkerId
+    num_delivered: int
+    """Whose delivery is the later one has the request."""
+
+
 PrefillInbox = PrefillHalf | TransferDone | RequestCancel
 """What a prefill worker hears on its split subject (and cancels)."""
 

@@ -23,6 +23,7 @@ from halfmoon.schemas.splits import (
     HalfEnded,
     KvInbox,
     PrefillHalf,
+    RequestTaken,
     TransferDone,
 )
 from halfmoon.schemas.wire import Error, Message
@@ -91,6 +92,12 @@ def channels() -> Sequence[Channel]:
             subjects.CLAIM,
             "Request-reply: whether a request is still the decode worker's that asks.",
             (HalfClaim, HalfClaimed, Error),
+        ),
+        Channel(
+            "taken",
+            subjects.TAKEN,
+            "A conductor has got a request that another had been given before.",
+            (RequestTaken,),
         ),
         Channel(
             "kvReady",

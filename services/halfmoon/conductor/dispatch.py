@@ -28,7 +28,7 @@ from halfmoon.scheduling.slo import first_token_s
 from halfmoon.schemas import subjects
 from halfmoon.schemas.ids import WorkerId
 from halfmoon.schemas.requests import RequestCancel
-from halfmoon.schemas.splits import DecodeHalf, HalfAccepted, KvFailed, PrefillHalf, Role, TransferDone
+from halfmoon.schemas.splits import DecodeHalf, HalfAccepted, KvFailed, PrefillHalf, RequestTaken, Role, TransferDone
 from halfmoon.schemas.wire import Error, ErrorCode
 from halfmoon.tracing import inject
 
@@ -85,6 +85,8 @@ class Dispatcher:
         """Find a decode worker, then a prefill worker where one is needed. An error: no decode worker has it."""
         refusal: Error | None = None
         for choice in decision.plan.decodes[: self._max_attempts]:
+            if request.is_taken:
+                return Error(code=ErrorCode.UNAVAILABLE, message="another conductor has got it")
             if request.cancel_reason is not None:
                 return Error(code=ErrorCode.CANCELLED, message=request.cancel_reason)
             answer = await self._offer_decode(request, decision, choice, now_s)
@@ -176,6 +178,18 @@ class Dispatcher:
             await announce(self._bus, subjects.split_decode(worker), half, headers=self._headers(request))
         except BusError as error:
             self._log.warning("decode was not told of its new prefill worker", error=str(error))
+
+    async def tell_taken(self, request: OpenRequest) -> None:
+        """To all conductors: this one has it now."""
+        taken = RequestTaken(
+            request_id=request.request_id,
+            conductor=self._conductor,
+            num_delivered=request.delivery.num_delivered,
+        )
+        try:
+            await announce(self._bus, subjects.TAKEN, taken, headers=self._headers(request))
+        except BusError as error:
+            self._log.warning("other conductors were not told of a request", error=str(error))
 
     async def tell_no_prefill(self, request: OpenRequest, error: Error) -> None:
         """No KV will come: decode computes the prompt."""

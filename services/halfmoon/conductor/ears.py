@@ -22,7 +22,7 @@ from halfmoon.schemas.caches import WorkerCache
 from halfmoon.schemas.ids import WorkerId
 from halfmoon.schemas.members import Goodbye, Heartbeat, NodeHeartbeat, WorkerHeartbeat
 from halfmoon.schemas.requests import RequestCancel
-from halfmoon.schemas.splits import DecodeHalf, HalfEnded, PrefillHalf, Role, TransferDone
+from halfmoon.schemas.splits import DecodeHalf, HalfEnded, PrefillHalf, RequestTaken, Role, TransferDone
 
 
 class Ears:
@@ -60,6 +60,7 @@ class Ears:
         )
         self._ends: Decoder[HalfEnded] = Decoder(HalfEnded)
         self._cancels: Decoder[RequestCancel] = Decoder(RequestCancel)
+        self._takings: Decoder[RequestTaken] = Decoder(RequestTaken)
         self._subscriptions: list[Subscription] = []
 
     async def open(self) -> None:
@@ -69,6 +70,7 @@ class Ears:
             (subjects.SPLIT_ALL, self._on_split),
             (subjects.ENDED_ALL, self._on_ended),
             (subjects.CANCEL, self._on_cancel),
+            (subjects.TAKEN, self._on_taken),
         ):
             self._subscriptions.append(await self._bus.subscribe(subject, hear))
 
@@ -171,6 +173,15 @@ class Ears:
             self._undecodable(message, error)
             return
         self._requests.cancel(cancel.request_id, cancel.reason)
+
+    async def _on_taken(self, message: BusMessage) -> None:
+        try:
+            taken = self._takings.decode(message.data, message.headers)
+        except Undecodable as error:
+            self._undecodable(message, error)
+            return
+        if taken.conductor != self._conductor:
+            self._requests.taken(taken.request_id, taken.num_delivered)
 
     def _lost(self, worker: WorkerId) -> None:
         self._hot.forget(worker)

@@ -87,6 +87,7 @@ class Owner:
             await self._refuse(request, error)
             return
         if delivery.num_delivered > 1:
+            await self._parts.dispatcher.tell_taken(request)
             await self._adopt(request)
         if request.state is RequestState.RECEIVED:
             if request.is_handed_back:
@@ -190,6 +191,7 @@ class Owner:
             late_since_ns=request.late_since_ns,
             can_move=request.num_moves < self._parts.config.max_resplits,
             is_handed_back=request.is_handed_back,
+            is_taken=request.is_taken,
         )
 
     async def _resume(self, request: OpenRequest) -> Error | None:
@@ -250,6 +252,9 @@ class Owner:
 
     async def _refuse(self, request: OpenRequest, error: Error) -> None:
         """This conductor ends the request: it says so, then settles. What can't be said is left for a redelivery."""
+        if request.is_taken:
+            await self._leave(request, RequestEvent.HAND_BACK)
+            return
         submission = request.submission
         try:
             await self._parts.speaker.fail(
@@ -266,7 +271,10 @@ class Owner:
         state = request.machine.fire(event)
         self._parts.instruments.left(state)
         if state is RequestState.HANDED_BACK:
-            await self._settle(request.delivery.nak())
+            if request.is_taken:
+                self._parts.log.warning("another conductor has got the request", request_id=request.request_id)
+            else:
+                await self._settle(request.delivery.nak())
             return
         self._parts.requests.ended(request.request_id)
         self._parts.flights.forget(request.request_id)

@@ -58,6 +58,8 @@ class OpenRequest:
         self.late_since_ns: int | None = None
         """When the workers were told that the deadline has passed."""
         self.is_handed_back = False
+        self.is_taken = False
+        """By another conductor, to which the broker delivered it later."""
         self._decode_ends: dict[WorkerId, HalfEnded] = {}
 
     @property
@@ -168,6 +170,13 @@ class OpenRequests:
         """Somebody has told its client the end."""
         self._cancelled.pop(request_id, None)
         self._remember(self._ended, request_id, None)
+
+    def taken(self, request_id: RequestId, num_delivered: int) -> None:
+        """Another conductor has got it, by that delivery."""
+        request = self._open.get(request_id)
+        if request is not None and request.delivery.num_delivered < num_delivered:
+            request.is_taken = True
+            request.hand_back()
 
     def is_cancelled(self, request_id: RequestId) -> bool:
         """Whether its cancel came before it did."""

@@ -7,7 +7,8 @@ it is lost, or silent past the deadline. So each way out of the table below has 
     received, waiting, placing ─ fail, cancel ─▶ the conductor
     running ─ finish ─────────────────────────▶ the decode worker, already (also where it failed, or was cancelled)
     running ─ fail, cancel ───────────────────▶ the conductor: that worker is lost and nobody takes over, or it is stuck
-    any     ─ hand back ──────────────────────▶ nobody yet: the next conductor, which gets the request redelivered
+    any     ─ hand back ──────────────────────▶ nobody yet: the next conductor, which gets the request redelivered, or
+                                                has got it, since this one or the broker stood still
 """
 
 from enum import Enum
@@ -63,6 +64,7 @@ TABLE: Table[RequestState, RequestEvent] = {
     (RequestState.PLACING, RequestEvent.WAIT): RequestState.WAITING,
     (RequestState.PLACING, RequestEvent.FAIL): RequestState.FAILED,
     (RequestState.PLACING, RequestEvent.CANCEL): RequestState.CANCELLED,
+    (RequestState.PLACING, RequestEvent.HAND_BACK): RequestState.HANDED_BACK,
     (RequestState.RUNNING, RequestEvent.RESPLIT): RequestState.RUNNING,
     (RequestState.RUNNING, RequestEvent.RESUME): RequestState.PLACING,
     (RequestState.RUNNING, RequestEvent.FINISH): RequestState.FINISHED,

@@ -28,6 +28,8 @@ class Facts:
     can_move: bool = True
     """It has not moved too often already."""
     is_handed_back: bool = False
+    is_taken: bool = False
+    """Another conductor owns it: that one says what is to be said."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +67,7 @@ class TellCancel:
 
 @dataclass(frozen=True, slots=True)
 class HandBack:
-    """This conductor stops; the workers go on."""
+    """This conductor stops, or another has the request; the workers go on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +82,8 @@ def next_step(facts: Facts) -> Step:
     """The one thing to do now."""
     if facts.has_ended:
         return Finish(is_heard=True)
+    if facts.is_taken:
+        return HandBack()
     if facts.is_decode_lost:
         return _without_decode(facts)
     if facts.num_unshown_beats >= UNSHOWN_BEATS:
