@@ -126,6 +126,20 @@ async def test_an_end_that_was_not_heard_is_concluded_and_not_told_again(open_st
     assert len(stage.client.ends()) == 1
 
 
+async def test_a_worker_that_dies_between_an_end_and_telling_it_has_ended_the_request(open_stage: OpenStage) -> None:
+    stage = await open_stage()
+    decode = stage.workers["d1"]
+    second = await stage.add_worker("d2", Role.DECODE, "node-b")
+    await until(lambda: stage.conductors[0].members.life_of(second.worker) is not None)
+    await stage.client.submit(request())
+    await until(lambda: bool(decode.running or second.running))
+    has_it = decode if decode.running else second
+    await has_it.end(RequestId("req-1"), tells_conductor=False)
+    await has_it.leave()
+    await until(lambda: len(stage.conductors[0].requests) == 0)
+    assert len(stage.client.ends()) == len(decode.decodes) + len(second.decodes) == 1
+
+
 async def test_another_conductor_adopts_what_still_runs(open_stage: OpenStage) -> None:
     stage = await open_stage()
     decode = stage.workers["d1"]

@@ -191,6 +191,14 @@ class Dispatcher:
         except BusError as error:
             self._log.warning("other conductors were not told of a request", error=str(error))
 
+    async def is_queued(self, request: OpenRequest) -> bool:
+        """Whether the work queue still has it: a decode worker acknowledges it right after the client's end."""
+        try:
+            return await self._bus.stream_has(subjects.REQUESTS_STREAM, request.delivery.stream_seq)
+        except BusError as error:
+            self._log.warning("the work queue could not be asked", request_id=request.request_id, error=str(error))
+            return True
+
     async def tell_no_prefill(self, request: OpenRequest, error: Error) -> None:
         """No KV will come: decode computes the prompt."""
         request.prefill_worker = None

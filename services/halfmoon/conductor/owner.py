@@ -142,6 +142,8 @@ class Owner:
         while True:
             request.changed.clear()
             step = next_step(self._facts(request))
+            if isinstance(step, Resume | GiveUp) and not await self._parts.dispatcher.is_queued(request):
+                step = Finish(is_heard=False)  # its decode worker ended it, and died before it could tell
             match step:
                 case Finish(is_heard):
                     if not is_heard:
