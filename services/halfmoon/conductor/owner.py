@@ -158,7 +158,7 @@ class Owner:
                     error = await self._resume(request)
                     if error is not None:
                         await self._refuse(request, error)
-                        if lost is not None:
+                        if lost is not None and not request.is_taken:
                             await self._parts.dispatcher.tell_given_up(request, lost)
                         return
                 case GiveUp(is_cancelled, is_late):
