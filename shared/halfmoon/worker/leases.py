@@ -13,7 +13,7 @@ from halfmoon.worker.makers import Makers
 Granted = TypeVar("Granted", Acquired, Reserved)
 
 SETTLE_TIMEOUT_S = 5.0
-"""How long `release_all` waits for answers that are still on their way. What comes later is left to expire."""
+"""How long `release_all` waits for answers that are still on their way. What comes later is renewed by nobody."""
 
 
 class LeaseSet:
@@ -101,7 +101,9 @@ class LeaseSet:
     async def release_all(self) -> None:
         """Idempotent. What the pool can't be told now expires by itself."""
         if self._asking:
-            await asyncio.wait(set(self._asking), timeout=SETTLE_TIMEOUT_S)
+            _, late = await asyncio.wait(set(self._asking), timeout=SETTLE_TIMEOUT_S)
+            for task in late:
+                task.cancel()
         held, self._held = tuple(self._held), set()
         if held:
             await self._pool.release(*held)
