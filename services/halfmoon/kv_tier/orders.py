@@ -60,6 +60,9 @@ class OrderKeeper:
         """All orders up to this number are carried out here."""
         self.caught_up = asyncio.Event()
         """Set once the registry has told for the first time what stands."""
+        self._carrying_out = asyncio.Lock()
+        """Held while flushes are: an order that is told and caught up with at once would be carried out twice, the
+        second time on what has been computed since."""
         self._wake = asyncio.Event()
         self._is_current = asyncio.Event()
         """Cleared while orders may have been missed, since the broker couldn't be heard."""
@@ -112,10 +115,11 @@ class OrderKeeper:
                 await self._is_current.wait()
 
     async def flush(self, request: FlushChunks, envelope: Envelope) -> ChunksFlushed:
-        self._store.pins.remove(request.unpin)
-        flushed = await self._flush(request.order, is_late=False)
-        await self._files_are_gone()
-        self._reached(request.order.seq)
+        async with self._carrying_out:
+            self._store.pins.remove(request.unpin)
+            flushed = await self._flush(request.order, is_late=False)
+            await self._files_are_gone()
+            self._reached(request.order.seq)
         return flushed
 
     async def pin(self, request: PinChunks, envelope: Envelope) -> PinsHeld:
@@ -141,6 +145,11 @@ class OrderKeeper:
         noted_seq = await asyncio.to_thread(_read_seq, self._note) if is_first else 0
         ask = Orders(after=0 if is_first else self.seq)
         told = await call(self._bus, subjects.registry("orders"), ask, StandingOrders, timeout_s=_ASK_TIMEOUT_S)
+        async with self._carrying_out:
+            return await self._take_in(told, noted_seq, num_cuts, is_first=is_first)
+
+    async def _take_in(self, told: StandingOrders, noted_seq: int, num_cuts: int, *, is_first: bool) -> bool:
+        """`noted_seq`: up to where an earlier life had looked through the SSD; `num_cuts`: when it was asked."""
         for order in told.flushes:
             if not (order.is_merged and order.seq <= noted_seq) and (is_first or order.seq > self.seq):
                 flushed = await self._flush(order, is_late=True)
