@@ -1,6 +1,6 @@
 """Decisions of one conductor: 64 prefill and 64 decode workers, a million chunks in the index, key hashing included.
 
-`make bench ARGS=scheduling`: about a minute. The conductor's own parts, without the broker: a prompt's tokens go
+`make bench ARGS=scheduling`: about two minutes. The conductor's own parts, without the broker: a prompt's tokens go
 in, the load view hears both halves as it would when they are sent, and members' heartbeats at their rate.
 """
 
@@ -36,7 +36,7 @@ NUM_CHUNKS: Final = 1_000_000
 NUM_DECISIONS: Final = 2_000
 AIM_PER_S: Final = 3_000
 PROMPTS: Final = (2_048, 8_192)
-ROUNDS: Final = 3
+ROUNDS: Final = 9
 WARM_BEATS: Final = 20
 """Heartbeats of each member before the first decision: five seconds after a cluster has come up."""
 _TENANT = TenantId("default")
