@@ -29,9 +29,6 @@ class SimEstimates(Estimates):
     def prefills_s(self, workers: Sequence[WorkerLoad], num_tokens: int, num_reused: int) -> list[float]:
         return [self._timing.prefill_s(num_tokens, num_reused)] * len(workers)
 
-    def least_prefill_s(self, num_tokens: int, num_reused: int) -> float:
-        return self._timing.prefill_s(num_tokens, min(num_reused, num_tokens))
-
     def least_pull_s(self, num_bytes: int) -> float:
         return self._network.through_s(num_bytes)
 
